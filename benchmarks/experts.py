@@ -38,7 +38,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.layers.mlp import GateAndUpPlan
-from unsloth_pack.layers.moe import FastExperts, FastExpertsLora, gate_of
+from unsloth_pack.layers.moe import FastExperts, FastExpertsLora, read_gate
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts, quantise_experts, quantise_stacks
 
 RANK, RUNS, WARM_UPS = 16, 20, 5
@@ -131,7 +131,7 @@ def fused(model: Any, keep: bool, kind: str | None) -> Any:
         if is_experts(one):
             if kind:
                 quantise_stacks(one, kind)
-            own = dict(gate=gate_of(one), gate_module=getattr(one, "act_fn", None), number=0)
+            own = dict(gate=read_gate(one), gate_module=getattr(one, "act_fn", None), number=0)
             vars(one).update(own, decoder_layer=layer, gate_and_up_plan=GateAndUpPlan([]))
             one.__class__ = type("Experts", (FastExperts, type(one)), {})
         elif is_expert_adapter(one):

@@ -424,7 +424,7 @@ def test_xformers_is_told_what_the_options_mean(options, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 32)
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._EAGER_BLOCK", 32)
     lengths, options = (500, 3, 33), AttentionOptions(0.5, window=window, softcap=2.0)
     row = PackedRow.of_lengths(lengths, torch.device("cpu"))
     torch.manual_seed(0)
@@ -441,7 +441,7 @@ def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatc
 
 def test_blocks_draw_the_same_dropout_in_the_backward_pass(monkeypatch):
     """The output is linear in v: the gradient has the weights that the forward pass had."""
-    monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 32)
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._EAGER_BLOCK", 32)
     options = AttentionOptions(0.5, softcap=2.0, dropout=0.3)
     row = PackedRow.of_lengths((100, 7), torch.device("cpu"))
     q, k, v, grad = (torch.randn(107, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
@@ -495,7 +495,7 @@ def test_the_fastest_flash_kernel_that_serves_a_layer_is_taken(
 ):
     kernels[0] = capability
     need = AttentionNeed("cuda", torch.bfloat16, head_dim, AttentionOptions(0.1, **options))
-    assert flash.name_of_kernel(need) == expected
+    assert flash.kernel_name(need) == expected
 
 
 def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
@@ -503,7 +503,7 @@ def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
     for options, missing in (({"softcap": 2.0}, "softcap"), ({"dropout": 0.1}, "attention dropout")):
         need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1, **options))
         assert flash.why_unavailable(need) == f"new has no {missing}; install flash-attn"
-        assert flash.name_of_kernel(need) is None
+        assert flash.kernel_name(need) is None
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
     q, k, v = (torch.randn(sum(lengths), heads, 32).to(DEVICE, dtype) for heads in (4, 2, 2))
     for name in backends_that_can(dtype, 32, options):
         need = AttentionNeed(DEVICE, dtype, 32, options)
-        multiplies = name == "flash" and flash.name_of_kernel(need) == "flash-attn 4"
+        multiplies = name == "flash" and flash.kernel_name(need) == "flash-attn 4"
         poison = 1e4 if multiplies else torch.nan
         clean = attend(q, k, v, row, options, name)
         poisoned = [x.clone() for x in (q, k, v)]

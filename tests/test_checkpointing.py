@@ -36,7 +36,7 @@ def checkpointed(mode, arch="llama"):
 )
 def test_no_bit_changes(mode, arch, monkeypatch):
     # Blocks of softcapped logits are a checkpoint within the layer's
-    monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 16)
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._EAGER_BLOCK", 16)
     documents = random_documents(LENGTHS)
     expected = run_packed(checkpointed(False, arch), documents)
     got = run_packed(checkpointed(mode, arch), documents)

@@ -73,7 +73,7 @@ def fused(model, keep=True):
     layer._gradient_checkpointing_func = None
     for one in list(model.modules()):
         if is_experts(one):
-            own = dict(gate=fast.gate_of(one), gate_module=getattr(one, "act_fn", None), number=0)
+            own = dict(gate=fast.read_gate(one), gate_module=getattr(one, "act_fn", None), number=0)
             assert own["gate"] is not None
             vars(one).update(own, decoder_layer=layer, gate_and_up_plan=GateAndUpPlan([]))
             one.__class__ = type("Fast", (fast.FastExperts, type(one)), {})

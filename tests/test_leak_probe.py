@@ -89,7 +89,7 @@ def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, m
                     own[ends[1]] += 1e-30  # however weakly
             return own
 
-    monkeypatch.setattr(leak_probe, "leaking_layer", lambda *_: "layer 0")
+    monkeypatch.setattr(leak_probe, "find_leaking_layer", lambda *_: "layer 0")
     probed = OnePair()
     probed.direction = 1
     assert leak_probe.look_for_leaks(probed) is None

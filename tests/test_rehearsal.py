@@ -19,7 +19,7 @@ from unsloth_pack.kernels import launch
 from unsloth_pack.kernels import launch as side_by_side
 from unsloth_pack.kernels.launch import compiled_side_by_side
 from unsloth_pack.layers import kernel_warmup
-from unsloth_pack.layers.kernel_warmup import layers_of_each_kind
+from unsloth_pack.layers.kernel_warmup import find_layer_kinds
 
 OF_EXPERTS = ("qwen3_moe", "deepseek_v3")  # whose stacks PEFT adapts without dropout only
 
@@ -91,9 +91,9 @@ def test_a_padded_batch_is_rehearsed_as_the_row_that_it_becomes(passes, caplog):
 
 
 def test_one_layer_of_each_kind_is_rehearsed():
-    assert list(layers_of_each_kind(patched("llama").get_decoder())) == [0]
+    assert list(find_layer_kinds(patched("llama").get_decoder())) == [0]
     decoder = patched("gemma3_text").get_decoder()
-    kinds = [decoder.config.layer_types[number] for number in layers_of_each_kind(decoder)]
+    kinds = [decoder.config.layer_types[number] for number in find_layer_kinds(decoder)]
     assert kinds == list(dict.fromkeys(decoder.config.layer_types))
     assert len(kinds) == 2
 
@@ -101,7 +101,7 @@ def test_one_layer_of_each_kind_is_rehearsed():
 def test_the_probe_is_rehearsed_through_these_layers_and_finds_nothing(passes, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "unsloth_pack.layers.leak_probe.OwnProbe.rehearse",
+        "unsloth_pack.layers.leak_probe.DecoderProbe.compile_kernels",
         lambda self, decoder, only: seen.append(list(only)),
     )
     model = patched()

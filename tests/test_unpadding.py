@@ -50,7 +50,7 @@ def padded(documents, side, value=PAD):
     return pad_sequence(documents, batch_first=True, padding_value=value, padding_side=side).to(DEVICE)
 
 
-def batch_of(documents, side, filler=None):
+def find_batch(documents, side, filler=None):
     """A batch whose loss is that of every row alone; `filler` seeds random ids in the padding."""
     ids, mask = padded(documents, side), padded([torch.ones_like(d) for d in documents], side)
     labels = ids.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)
@@ -104,7 +104,7 @@ def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
         documents = random_documents(LENGTHS, seed=seed)
         truth = run_alone(exact, documents)
         alone = run_alone(plain, documents, truth.routes)
-        batch = {name: x.cpu() for name, x in batch_of(documents, side).items()}
+        batch = {name: x.cpu() for name, x in find_batch(documents, side).items()}
         spec = supported_architectures()[arch]
         if (
             spec.query_scale or spec.qk_norm_after_rope
@@ -129,7 +129,7 @@ def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
 @pytest.mark.parametrize("side", SIDES)
 def test_every_output_has_the_shape_of_the_batch_and_zeros_in_padding(asked, side, computed):
     documents = random_documents(LENGTHS)
-    model, batch = computed(patched()), batch_of(documents, side)
+    model, batch = computed(patched()), find_batch(documents, side)
     mask, labels = batch["attention_mask"] == 1, batch.pop("labels")
     row = {"input_ids": torch.cat(documents)[None].to(DEVICE), "packed_seq_lengths": LENGTHS}
     if side == "left":  # transformers counts positions from the first place of a row
@@ -161,7 +161,7 @@ def test_trls_scores_are_those_of_the_rows_alone(side, computed):
     documents = random_documents(LENGTHS)
     model = patched("qwen3")
     asked_by_trl(model)
-    batch = batch_of(documents, side)
+    batch = find_batch(documents, side)
     computed(model)
     out = model(**batch, fused_lm_head=True)
     out.loss.backward()
@@ -181,7 +181,7 @@ def padded_on(documents):
 
 def test_routed_experts_see_no_padding():
     documents = random_documents(LENGTHS)
-    model, batch = patched("qwen3_moe"), batch_of(documents, "right")
+    model, batch = patched("qwen3_moe"), find_batch(documents, "right")
     plain = tiny_model("qwen3_moe")
     ours, theirs = (m(**batch, output_router_logits=True) for m in (model, plain))
     assert [x.shape for x in ours.router_logits] == [x.shape for x in theirs.router_logits]
@@ -236,7 +236,7 @@ def test_a_classifier_answers_every_row_as_alone(arch, side, computed):
         documents = random_documents(LENGTHS, seed=seed)
         labels = torch.randint(N_ANSWERS, (len(documents),), device=DEVICE)
         rows = [{"input_ids": document[None].to(DEVICE)} for document in documents]
-        batch, other = (batch_of(documents, side, filler) | {"labels": None} for filler in (None, 1))
+        batch, other = (find_batch(documents, side, filler) | {"labels": None} for filler in (None, 1))
         truth = answers_and_gradients(exact, labels, *rows)
         runs = {"ours": (model, batch), "alone": (plain, *rows), "batch": (plain, batch)}
         for name, (one, *calls) in runs.items():
@@ -278,7 +278,7 @@ def test_what_stands_in_padding_changes_no_bit(arch, checkpointing, side):
     expected = None
     for filler in (None, 1, 2):
         model.zero_grad()
-        out = model(**batch_of(documents, side, filler))
+        out = model(**find_batch(documents, side, filler))
         out.loss.backward()
         got = [out.loss, out.logits, *gradients(model).values()]
         assert all(x.isfinite().all() for x in got)
@@ -289,7 +289,7 @@ def test_what_stands_in_padding_changes_no_bit(arch, checkpointing, side):
 @pytest.mark.parametrize("side", SIDES)
 def test_embeddings_and_positions_of_padding_change_no_bit(side):
     model, documents = patched(), random_documents(LENGTHS)
-    batch, expected = batch_of(documents, side), None
+    batch, expected = find_batch(documents, side), None
     mask = batch["attention_mask"]
     embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -309,7 +309,7 @@ def test_embeddings_and_positions_of_padding_change_no_bit(side):
 
 def test_a_row_of_padding_alone_adds_nothing():
     model, documents = patched(), random_documents(LENGTHS)
-    batch = batch_of(documents, "right")
+    batch = find_batch(documents, "right")
     expected = model(**batch)
     empty = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
     more = {name: torch.cat([x, torch.full_like(x[:1], empty[name])]) for name, x in batch.items()}
@@ -350,7 +350,7 @@ def no_token(batch):
 def test_a_batch_that_keeps_its_padding_is_that_of_transformers_and_reported(change, side, why, computed):
     plain, model = tiny_model("llama"), tiny_model("llama")
     patch = patch_model(model)
-    batch = batch_of(random_documents(LENGTHS), side)
+    batch = find_batch(random_documents(LENGTHS), side)
     change(batch)
     computed(model)
     out, expected = model(**batch), plain(**batch)
@@ -375,7 +375,7 @@ def test_a_batch_that_keeps_its_padding_is_that_of_transformers_and_reported(cha
     ],
 )
 def test_where_a_cache_is_made_padding_is_kept(options, training, grads, is_packed, computed):
-    model, batch = patched().train(training), batch_of(random_documents(LENGTHS), "right")
+    model, batch = patched().train(training), find_batch(random_documents(LENGTHS), "right")
     del batch["labels"]
     computed(model)
     if "past_key_values" in options:
@@ -388,7 +388,7 @@ def test_where_a_cache_is_made_padding_is_kept(options, training, grads, is_pack
 
 @pytest.mark.parametrize("kind", ["none", "4-D", "float", "bool", "ones"])
 def test_other_masks(kind, computed):
-    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), "right")
+    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), "right")
     mask, T = batch["attention_mask"], max(LENGTHS)
     given = {
         "none": None,
@@ -408,7 +408,7 @@ def test_other_masks(kind, computed):
 @pytest.mark.parametrize("side", SIDES)
 def test_positions_that_come_with_the_mask(side, computed):
     """From the mask, as TRL's older trainers count them; none outside it is looked at."""
-    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), side)
+    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), side)
     mask = batch["attention_mask"]
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     out, plain = model(**batch, position_ids=positions), tiny_model("llama")(**batch, position_ids=positions)
@@ -435,7 +435,7 @@ def test_it_can_be_switched_off(computed):
     patch = patch_model(model, unpad=False)
     assert patch.report.not_fused["padding"] == "unpad=False"
     assert "padding" not in patch.report.fused
-    computed(model)(**batch_of(random_documents(LENGTHS), "right"))
+    computed(model)(**find_batch(random_documents(LENGTHS), "right"))
     assert computed.shapes == KEPT
     with pytest.raises(InputError, match="unpad is 'no'; give True or False"):
         patch_model(model, unpad="no")
@@ -446,7 +446,7 @@ def test_heads_that_score_padding_keep_it(auto_class, computed):
     model = with_answers(auto_class, classifier_dropout=0.0)
     plain = copy.deepcopy(model)
     patch = patch_model(model)
-    batch = batch_of(random_documents(LENGTHS), "right")
+    batch = find_batch(random_documents(LENGTHS), "right")
     del batch["labels"]
     assert torch.allclose(computed(model)(**batch)[0], plain(**batch)[0], atol=1e-5)
     assert computed.shapes == KEPT
@@ -459,7 +459,7 @@ def test_an_answer_that_is_read_from_padding_keeps_it(computed):
     plain = copy.deepcopy(model)
     patch_model(model)
     for side, expected in (("right", KEPT), ("left", PACKED)):
-        batch = batch_of(random_documents(LENGTHS), side)
+        batch = find_batch(random_documents(LENGTHS), side)
         given = {"attention_mask": batch["attention_mask"]}
         given["inputs_embeds"] = model.get_input_embeddings()(batch["input_ids"])
         del computed.shapes[:]
@@ -473,7 +473,7 @@ def test_an_answer_that_is_read_from_padding_keeps_it(computed):
 def test_text_in_a_model_of_vision_and_language(name, side, computed):
     plain, model = made(name), made(name)
     patch_model(model)
-    batch = batch_of(random_documents(LENGTHS), side)
+    batch = find_batch(random_documents(LENGTHS), side)
     computed(model)
     for m in (plain, model):
         m.zero_grad()
@@ -504,7 +504,7 @@ def copies(monkeypatch):
 
 
 def test_one_copy_comes_to_the_host_and_none_for_the_same_batch_again(copies):
-    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    model, batch = patched(), find_batch(random_documents(LENGTHS), "right")
     labels = batch.pop("labels")
     asked_by_trl(model)
     n_tokens = labels.numel()
@@ -524,7 +524,7 @@ def test_one_copy_comes_to_the_host_and_none_for_the_same_batch_again(copies):
 
 
 def test_a_mask_that_has_changed_is_read_again():
-    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    model, batch = patched(), find_batch(random_documents(LENGTHS), "right")
     del batch["labels"]
     before = model(**batch).logits
     batch["attention_mask"][1, 20:] = 0
@@ -534,7 +534,7 @@ def test_a_mask_that_has_changed_is_read_again():
 
 
 def test_a_batch_of_inference_mode_serves_no_training():
-    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    model, batch = patched(), find_batch(random_documents(LENGTHS), "right")
     with torch.inference_mode():
         model(**batch, use_cache=False)
     model(**batch).loss.backward()
@@ -542,7 +542,7 @@ def test_a_batch_of_inference_mode_serves_no_training():
 
 
 def test_the_host_may_describe_the_batch(copies, computed):
-    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), "right")
+    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), "right")
     known = PaddedBatch.of_mask(batch["attention_mask"].bool().cpu().numpy(), torch.device("cpu"))
     known = pickle.loads(pickle.dumps(known))  # from a worker of the loader
     expected = model(**batch).loss
@@ -558,7 +558,7 @@ def test_the_host_may_describe_the_batch(copies, computed):
 
 
 def test_a_loss_of_ones_own_gets_what_it_gets_of_a_padded_batch():
-    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    model, batch = patched(), find_batch(random_documents(LENGTHS), "right")
     seen = []
 
     def loss(labelled: LabelledHead, hidden, row, num_items):
@@ -572,7 +572,7 @@ def test_a_loss_of_ones_own_gets_what_it_gets_of_a_padded_batch():
 
 
 def test_graphs_get_the_packed_row(monkeypatch):
-    model, batch, rows = patched(), batch_of(random_documents(LENGTHS), "left"), []
+    model, batch, rows = patched(), find_batch(random_documents(LENGTHS), "left"), []
     decoder = decoder_of(model)
 
     def run(decoder, row, input_ids, router_logits):

@@ -188,14 +188,14 @@ def test_boundaries_of_the_kernel_off_by_one(leak):
 @pytest.mark.parametrize(("off", "dtype"), [(1, torch.float32), (-1, torch.bfloat16)])
 def test_a_window_off_by_one(off, dtype, monkeypatch):
     """No document leaks; only the reach of attention is wrong, which rounding in bfloat16 may cover."""
-    right = attention.attention_options
+    right = attention.read_attention_options
 
     def wrong(attention, spec):
         options = right(attention, spec)
         return type(options)(options.scale, options.window + off, options.softcap, options.dropout)
 
     model = patched("mistral", dtype)
-    monkeypatch.setattr(attention, "attention_options", wrong)
+    monkeypatch.setattr(attention, "read_attention_options", wrong)
     report = verify(model)
     assert "reach of attention" in failed(report)
     assert not set(failed(report)) & set(LEAKS)

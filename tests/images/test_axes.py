@@ -18,7 +18,7 @@ GRIDS = st.tuples(st.just(1), st.integers(1, 6).map(lambda n: 2 * n), st.integer
 def axes_of(ids, grids, image, merge):
     row = PackedRow.of_lengths((len(ids),), torch.device("cpu"))
     sizes = np.array(grids, dtype=np.int64).reshape(-1, 3) // [1, merge, merge]
-    return RowImages.of(ids == image, sizes.prod(axis=1), row).axes(row, sizes)
+    return RowImages.locate(ids == image, sizes.prod(axis=1), row).axes(row, sizes)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -21,10 +21,10 @@ def late_windows(monkeypatch, which=slice(1, -1)):
 
 def late_deepstack(monkeypatch):
     """The features of the tower's middle layers are added one layer late."""
-    right = decoder.visual_by_layer
+    right = decoder.take_visual_by_layer
 
     def late(row, kwargs):
         by_layer = right(row, kwargs)
         return [torch.zeros_like(by_layer[0]), *by_layer] if by_layer else []
 
-    monkeypatch.setattr(decoder, "visual_by_layer", late)
+    monkeypatch.setattr(decoder, "take_visual_by_layer", late)

@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, bidirectional_blocks, flash
-from unsloth_pack.attention.backends import backend_of_other_keys
+from unsloth_pack.attention.backends import choose_backend_for_other_keys
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.host_copy import HostCopy
@@ -105,13 +105,13 @@ def test_static_blocks_hold_every_row_of_their_form(window):
     static = PackedRow.static(form.tokens, form.segments, form.longest, rows[0].device, both_ways=True)
     padding = form.blocks.padding(form.longest)
     filled = BlockRows.static(static, window, form.blocks)
-    assert BlockRows.of(static, window) is filled
+    assert BlockRows.from_row(static, window) is filled
     assert not form.holds(PackedRow.of_lengths((9, 4), rows[0].device))  # text has forms of its own
     for row in [*rows, *rows]:
         assert form.holds(row)
         filled.fill(row, window, form.tokens - 1, padding)
         queries, keys = (each.cu_seqlens.diff().tolist() for each in (filled.queries, filled.keys))
-        n, own = len(row.blocks), BlockRows.of(row, window)
+        n, own = len(row.blocks), BlockRows.from_row(row, window)
         assert queries[:n] == [*own.queries.lengths]
         assert keys[:n] == [*own.keys.lengths]
         assert all(0 < q <= k for q, k in zip(queries[: n + padding], keys, strict=False))
@@ -147,7 +147,7 @@ def test_a_window_bounds_the_keys_of_static_blocks():
     few, all_of_them = (
         len(BlockRows.static(static, window, form.blocks).key_places) for window in (16, None)
     )
-    own = len(BlockRows.of(row, None).key_places)
+    own = len(BlockRows.from_row(row, None).key_places)
     assert few < own / 4
     assert own <= all_of_them < 1.3 * own
 
@@ -234,7 +234,7 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
     else:
         made_kernel = flash.VarlenKernel("stand-in", kernel)
     monkeypatch.setattr(flash, "varlen_kernel", lambda head_dim, options: made_kernel)
-    monkeypatch.setattr(bidirectional_blocks, "backend_of_other_keys", lambda name, need: "flash")
+    monkeypatch.setattr(bidirectional_blocks, "choose_backend_for_other_keys", lambda name, need: "flash")
     row, options = random_row(1), AttentionOptions(0.3, window)
     qkv, _ = drawn(row, 8, 1)
     out = attend(*qkv, row, options, "sdpa")
@@ -244,10 +244,10 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
 def test_a_backend_that_knows_no_other_keys_leaves_them_to_another():
     need = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(0.1, 5, causal=False))
     for name in ("triton", "xformers", "sdpa"):
-        assert backend_of_other_keys(name, need) == "sdpa"
+        assert choose_backend_for_other_keys(name, need) == "sdpa"
     capped = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(0.1, softcap=30.0, causal=False))
     with pytest.raises(BackendUnavailable, match="see each other in both directions with AttentionOptions"):
-        backend_of_other_keys("sdpa", capped)
+        choose_backend_for_other_keys("sdpa", capped)
 
 
 def test_blocks_end_where_documents_do():

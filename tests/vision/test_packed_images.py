@@ -318,7 +318,7 @@ def test_axes_are_those_of_transformers(name, seed):
     row = PackedRow.of_lengths(tuple(lengths_of(docs)), torch.device("cpu"))
     ids, grids = torch.cat([doc.ids for doc in docs]), torch.cat([doc.grids for doc in docs]).numpy()
     grids //= [1, MERGE, MERGE]
-    images = RowImages.of((ids == IMAGE).numpy(), grids.prod(axis=1), row)
+    images = RowImages.locate((ids == IMAGE).numpy(), grids.prod(axis=1), row)
     axes = torch.from_numpy(images.axes(row, grids))
     assert torch.equal(axes, torch.cat([axes_of(doc) for doc in docs], dim=1))
     inner = made(name).get_base_model().model

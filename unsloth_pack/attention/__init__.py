@@ -1,7 +1,7 @@
-"""One attention for every model: `attend` over a packed row, `attend_dense` over an ordinary batch.
+"""Attention for every model: `attend` over a packed row, `attend_dense` over an ordinary batch.
 
-All backends mean the same: causal within each document, at most `window` keys back (the query's own
-included, as transformers counts), logits softcapped, heads grouped, scaled by `scale`.
+All backends mean the same: causal within each document, at most `window` keys back (the query's own included,
+as transformers counts), logits softcapped, heads grouped, scaled by `scale`.
 """
 
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_passed_over, why_unavailable

@@ -1,4 +1,4 @@
-"""The attention backends: which can run, and which one `auto` chooses."""
+"""List the attention backends, say which can run, and choose one for `auto`."""
 
 import os
 from collections.abc import Callable
@@ -23,28 +23,28 @@ class Backend:
     """One way to compute attention over a packed row.
 
     Args:
-        why_unavailable: one clause that says why it cannot serve a need, or None where it can.
+        why_unavailable: returns why it cannot serve a need, in one clause, or None.
         attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row, the options, and the
             sinks `[H]` where there are any.
-        name_of_kernel: which of its kernels serves a need, where it has several.
-        can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
-        room_is_free: whether it takes as long over a row with room for more and longer documents.
-            FlashAttention does not: its grids grow with both.
-        why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
-        is_tried: whether a tiny step must show that it runs: its package may be built for another torch.
-        takes_other_v: whether v may have another head size than q and k. For the others the smaller one is
-            padded with zeros, see `run`.
-        takes_other_keys: whether the queries of a segment may have other keys than their own: those of the
-            segment in the same place of another row, which `attend` takes as `keys`.
+        kernel_name: which of its kernels serves a need, where it has several.
+        can_be_captured: CUDA graphs can hold it: it reads nothing of the row on the host.
+        room_is_free: it takes no longer over a row with room for more and longer documents. FlashAttention
+            does: its grids grow with both.
+        why_not_by_default: returns why `auto` skips it even where it can run, in one clause, or None.
+        needs_trial: a tiny step must show that it runs: its package may be built for another torch.
+        takes_other_v: v may have another head size than q and k; for others `run` pads the smaller one with
+            zeros.
+        takes_other_keys: the queries of a segment may attend to the segment in the same place of another row,
+            which `attend` takes as `keys`.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
     attend: Callable[..., Tensor]
-    name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
+    kernel_name: Callable[[AttentionNeed], str | None] = lambda need: None
     can_be_captured: bool = False
     room_is_free: bool = False
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
-    is_tried: bool = True
+    needs_trial: bool = True
     takes_other_v: bool = False
     takes_other_keys: bool = False
 
@@ -58,9 +58,9 @@ class Backend:
         sinks_H: Tensor | None = None,
         **other_keys: PackedRow,
     ) -> Tensor:
-        """`[N, H, V]` from this backend. V is the head size of v, D that of q and k.
+        """Return `[N, H, V]`, where V is the head size of v and D that of q and k.
 
-        Zeros behind q and k change no product of theirs, and those behind v are cut off again.
+        Zeros behind q and k change none of their products, and those behind v are cut off again.
 
         Args:
             other_keys: `keys`, where they are another row's; only with `takes_other_keys`.
@@ -83,12 +83,12 @@ BACKENDS = {  # fastest first
         can_be_captured=True,
         room_is_free=True,
         why_not_by_default=triton_varlen.why_not_by_default,
-        is_tried=False,  # its kernels would be compiled for other heads than the layer's
+        needs_trial=False,  # its kernels would be compiled for other heads than the layer's
     ),
     "flash": Backend(
         flash.why_unavailable,
         flash.attend,
-        flash.name_of_kernel,
+        flash.kernel_name,
         can_be_captured=True,
         takes_other_keys=True,
     ),
@@ -98,13 +98,13 @@ BACKENDS = {  # fastest first
 
 
 def requested_backend(name: str) -> tuple[str, str]:
-    """The backend that is asked for, and what asks for it: `attn_backend` or the environment variable.
+    """Return the requested backend and its source: `attn_backend` or the environment variable.
 
     Args:
         name: "auto" or a backend; the environment variable overrides it.
 
     Raises:
-        InputError: what is asked for is neither "auto" nor a backend.
+        InputError: the request is neither "auto" nor a backend.
     """
     source, value = "attn_backend", name
     if override := os.environ.get(ENVIRONMENT_VARIABLE):
@@ -116,36 +116,34 @@ def requested_backend(name: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def why_unavailable(name: str, need: AttentionNeed) -> str | None:
-    """Why the backend cannot serve `need`, None where it can: by its own word, then by one tiny step."""
+    """Return why the backend cannot serve `need`, or None. May run one tiny step."""
     backend = BACKENDS[name]
-    return backend.why_unavailable(need) or (
-        _error_of_a_tiny_step(backend, need) if backend.is_tried else None
-    )
+    return backend.why_unavailable(need) or (_try_tiny_step(backend, need) if backend.needs_trial else None)
 
 
 def why_not_captured(name: str) -> str | None:
-    """Why CUDA graphs cannot hold the backend, or None."""
+    """Return why CUDA graphs cannot hold the backend, or None."""
     return None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
 
 
 def why_passed_over(name: str, need: AttentionNeed) -> str | None:
-    """Why `auto` does not take the backend for `need`, or None. What it never takes is not tried."""
+    """Return why `auto` skips the backend for `need`, or None. What it never takes is not tried."""
     return BACKENDS[name].why_not_by_default(need) or why_unavailable(name, need)
 
 
 @lru_cache(maxsize=256)
 def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
-    """The backend that serves `need`, and why it was chosen.
+    """Return the backend that serves `need`, and why it was chosen.
 
     Args:
         name: "auto" for the fastest that can run, or a backend.
-        source: what asks for it, for messages.
+        source: who asks for it, for messages.
 
     Raises:
-        BackendUnavailable: the backend that was asked for cannot run. Says why, and which ones can.
+        BackendUnavailable: the requested backend cannot run. Says why, and which ones can.
     """
     if name == "auto":
-        chosen, why = _first_that_can(need)
+        chosen, why = _choose_fastest(need)
     elif reason := why_unavailable(name, need):
         able = [candidate for candidate in BACKENDS if why_unavailable(candidate, need) is None]
         raise BackendUnavailable(
@@ -153,15 +151,15 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
         )
     else:
         chosen, why = name, f"asked for by {source}"
-    kernel = BACKENDS[chosen].name_of_kernel(need)
+    kernel = BACKENDS[chosen].kernel_name(need)
     return chosen, f"{why}, through {kernel}" if kernel else why
 
 
-def backend_of_other_keys(name: str, need: AttentionNeed) -> str:
-    """The backend for queries with other keys than their own: that of the layer, or the fastest that can.
+def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
+    """Choose the backend for queries with other keys than their own.
 
     Args:
-        name: of the layer's.
+        name: the layer's backend, which is preferred.
 
     Raises:
         BackendUnavailable: none can.
@@ -175,18 +173,18 @@ def backend_of_other_keys(name: str, need: AttentionNeed) -> str:
     )
 
 
-def _first_that_can(need: AttentionNeed) -> tuple[str, str]:
-    """The first backend that `auto` may take, and why. Those after it are not tried: some compile."""
-    passed_over = []
+def _choose_fastest(need: AttentionNeed) -> tuple[str, str]:
+    """Return the first backend that `auto` may take, and why. Later ones are not tried: some compile."""
+    skipped = []
     for name in BACKENDS:
         reason = why_passed_over(name, need)
         if reason is None:
             break
-        passed_over.append(f"{name}: {reason}")
-    return name, f"fastest that can run here ({'; '.join(passed_over)})" if passed_over else "fastest of all"
+        skipped.append(f"{name}: {reason}")
+    return name, f"fastest that can run here ({'; '.join(skipped)})" if skipped else "fastest of all"
 
 
-def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
+def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
     device = torch.device(need.device_type)
     row = PackedRow.of_lengths((3, 5), device)
     gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
@@ -195,23 +193,16 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             torch.random.fork_rng(gpus),  # dropout draws
             torch.inference_mode(False),
             torch.enable_grad(),
-            saved_tensors_hooks(_itself, _itself),  # a checkpoint around this must not count what it saves
+            saved_tensors_hooks(lambda x: x, lambda x: x),  # a checkpoint around this must not count these
             torch.autocast(need.device_type, enabled=False),
         ):
+            shapes = (2, need.head_dim), (1, need.head_dim), (1, need.v_head_dim or need.head_dim)
             q, k, v = (
-                torch.zeros(8, heads, size, dtype=need.dtype, device=device, requires_grad=True)
-                for heads, size in (
-                    (2, need.head_dim),
-                    (1, need.head_dim),
-                    (1, need.v_head_dim or need.head_dim),
-                )
+                torch.zeros(8, *shape, dtype=need.dtype, device=device, requires_grad=True)
+                for shape in shapes
             )
             sinks = torch.zeros(2, dtype=need.dtype, device=device) if need.options.sinks else None
             backend.run(q, k, v, row, need.options, sinks).sum().backward()
     except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x

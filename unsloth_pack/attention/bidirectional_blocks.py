@@ -1,12 +1,10 @@
-"""Blocks of a packed row whose tokens see each other in both directions, as those of images do in Gemma 3.
+"""Attend in both directions within blocks of a packed row, as images do in Gemma 3.
 
-A causal call over the whole row comes first. In a second call the queries are the tokens of the blocks. Their
-keys are the tokens of the document up to the end of the block, so that no mask is needed. What the second
-call makes takes the place of what the first one has made of these tokens.
-
-With a sliding window a block has the keys that its first token can reach, and the window bounds how far back
-its other tokens see. transformers means the same by masks: for full attention causal or of one block, for
-sliding windows both of it and inside the window.
+After a causal call over the whole row, a second call replaces its output at the tokens of the blocks. The
+keys of a block are the tokens of its document up to the block's end, so no mask is needed. Under a sliding
+window a block has the keys that its first token can reach, and the window bounds how far back its other
+tokens see. transformers means the same by masks: for full attention causal or of one block, for sliding
+windows both of it and inside the window.
 
 Shapes: N tokens of the row, Q in blocks, M keys of all blocks, H query heads, K key and value heads, D head
 size, V that of v.
@@ -18,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from unsloth_pack.attention.backends import BACKENDS, backend_of_other_keys
+from unsloth_pack.attention.backends import BACKENDS, choose_backend_for_other_keys
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.row import PackedRow
@@ -33,21 +31,21 @@ def attend_in_blocks(
     options: AttentionOptions,
     backend: str,
 ) -> Tensor:
-    """`[N, H, V]`: the output of causal attention, with that of the blocks of the row in its place.
+    """Replace the output of causal attention at the tokens of blocks: `[N, H, V]`.
 
     Args:
         out_NHV: of causal attention.
         q_NHD, k_NKD, v_NKV: as `attend` takes them.
-        backend: that has made `out_NHV`.
+        backend: that computed `out_NHV`.
 
     Raises:
         BackendUnavailable: no backend can attend so.
     """
     options = replace(options, causal=False)
-    blocks = BlockRows.of(row, options.window)
+    blocks = BlockRows.from_row(row, options.window)
     need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options, v_NKV.shape[-1])
     q_QHD = q_NHD.index_select(0, blocks.query_places)
     k_MKD, v_MKV = (x.index_select(0, blocks.key_places) for x in (k_NKD, v_NKV))
-    chosen = BACKENDS[backend_of_other_keys(backend, need)]
+    chosen = BACKENDS[choose_backend_for_other_keys(backend, need)]
     out_QHV = chosen.run(q_QHD, k_MKD, v_MKV, blocks.queries, options, keys=blocks.keys)
     return out_NHV.index_copy(0, blocks.query_places, out_QHV)

@@ -1,4 +1,4 @@
-"""Attention over an ordinary batch: padded training batches, prefill and decoding with a cache."""
+"""Attend over an ordinary batch: padded training batches, prefill and decoding with a cache."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from unsloth_pack.attention.options import AttentionOptions
 
-# On a GPU larger heads run through torch's memory-efficient kernel, which takes no grouped heads: with them
-# torch would build the logits of all queries.
+# On a GPU larger heads run through torch's memory-efficient kernel, which takes no grouped heads: torch would
+# build the logits of all queries instead.
 _LARGEST_GROUPED = 256
 
 
@@ -19,15 +19,15 @@ def attend_dense(
     options: AttentionOptions,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of T queries over S keys.
+    """Attend from T queries to S keys.
 
     Args:
         q_BHTD: `[B, H, T, D]`.
         k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
         mask: `[B, 1, T, S]` (or broadcastable): a bool, True where a query may look, or numbers that are
-            added to the logits. It includes the window and padding. With None one query sees all keys, and
-            several queries are causal: query i sees the keys up to i. Keys after the last query are then
-            empty slots of a static cache.
+            added to the logits. It includes the window and padding. None: one query sees all keys; of
+            several, query i sees the keys up to i, and keys after the last query are empty slots of a static
+            cache.
         sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`.
 
     Returns:
@@ -37,7 +37,7 @@ def attend_dense(
     is_causal = mask is None and n_queries > 1
     if is_causal:
         k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
-    if not is_written_out(options):
+    if not needs_eager(options):
         if q_BHTD.shape[-1] > _LARGEST_GROUPED:
             groups = q_BHTD.shape[1] // k_BKSD.shape[1]
             k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
@@ -54,14 +54,14 @@ def attend_dense(
     else:
         if is_causal:
             mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
-        out_BHTD = _written_out(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H)
+        out_BHTD = _attend_eager(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H)
     return out_BHTD.transpose(1, 2)
 
 
 def attend_all(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention in which every query sees every key of its batch entry: `[B, T, H, D]`.
+    """Attend from every query to every key of its batch entry: `[B, T, H, D]`.
 
     Args:
         mask: `[T, S]` bool, False where a query may not look after all.
@@ -78,29 +78,29 @@ def attend_all(
     return out_BHTD.transpose(1, 2)
 
 
-def is_written_out(options: AttentionOptions) -> bool:
-    """Whether no fused operator in torch has an option, so that the logits of all pairs exist in memory."""
+def needs_eager(options: AttentionOptions) -> bool:
+    """Return whether torch has no fused operator for these options: the logits of all pairs are built."""
     return options.softcap is not None or options.sinks
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """`[queries, keys]` bool, True where a query may look; the last query faces the last key."""
+    """Build `[queries, keys]` bool, True where a query may look; the last query faces the last key."""
     age = _age(n_queries, n_keys, device)
     return (age >= 0) if window is None else (age >= 0) & (age < window)
 
 
 def window_mask(n_queries: int, n_keys: int, window: int, device: torch.device) -> Tensor:
-    """Likewise where a query sees all keys behind it."""
+    """Build the same for queries that see all keys behind them."""
     return _age(n_queries, n_keys, device) < window
 
 
 def _age(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
-    """`[queries, keys]`: how many tokens a key lies before a query."""
+    """Return `[queries, keys]`: how many tokens a key lies before a query."""
     queries = torch.arange(n_keys - n_queries, n_keys, device=device)
     return queries[:, None] - torch.arange(n_keys, device=device)[None, :]
 
 
-def _written_out(
+def _attend_eager(
     q_BHTD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
@@ -108,12 +108,11 @@ def _written_out(
     options: AttentionOptions,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention with a softcap (Gemma 2, 2024) or sinks (gpt-oss, 2025): `[B, H, T, D]`."""
+    """Attend with a softcap (Gemma 2, 2024) or sinks (gpt-oss, 2025): `[B, H, T, D]`."""
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
-    logits = (q_BHTD @ k_BHSD.transpose(2, 3)).to(
-        torch.promote_types(q_BHTD.dtype, torch.float32)
-    ) * options.scale
+    wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+    logits = (q_BHTD @ k_BHSD.transpose(2, 3)).to(wide) * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if mask is not None and mask.dtype == torch.bool:

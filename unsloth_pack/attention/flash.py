@@ -1,6 +1,6 @@
-"""Packed attention through FlashAttention's varlen kernels (Dao 2023).
+"""Attend over a packed row with FlashAttention's varlen kernels (Dao 2023).
 
-They come from the flash-attn packages that import and can serve the layer, else from torch itself.
+They come from the flash-attn packages that import and can serve the layer, else from torch.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.row import PackedRow
 
 _MAX_HEAD_DIM = 256
-_LOADED_BYTES = 16
+_ALIGNMENT = 16  # bytes
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
@@ -46,26 +46,26 @@ def attend(
     sinks_H: Tensor | None = None,
     keys: PackedRow | None = None,
 ) -> Tensor:
-    assert sinks_H is None  # `why_unavailable` has made sure
+    assert sinks_H is None  # `why_unavailable` refuses them
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
-    assert kernel is not None  # `why_unavailable` has made sure
-    q_NHD, k_NKD, v_NKD = map(_aligned, (q_NHD, k_NKD, v_NKD))
+    assert kernel is not None  # `why_unavailable` checks it
+    q_NHD, k_NKD, v_NKD = map(_align, (q_NHD, k_NKD, v_NKD))
     return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options, keys)
 
 
-def _aligned(x_NHD: Tensor) -> Tensor:
-    """The same numbers, with every head where the kernels may read it: they load 16 bytes at a time.
+def _align(x_NHD: Tensor) -> Tensor:
+    """Copy a tensor whose heads are not aligned: the kernels load 16 bytes at a time.
 
-    Values that are cut out of a wider projection may begin between such places.
+    Values cut out of a wider projection may be so.
     """
     begins = x_NHD.storage_offset(), *x_NHD.stride()[:-1]
-    if all(begin * x_NHD.element_size() % _LOADED_BYTES == 0 for begin in begins):
+    if all(begin * x_NHD.element_size() % _ALIGNMENT == 0 for begin in begins):
         return x_NHD
     return x_NHD.clone(memory_format=torch.contiguous_format)
 
 
-def name_of_kernel(need: AttentionNeed) -> str | None:
+def kernel_name(need: AttentionNeed) -> str | None:
     kernel = varlen_kernel(need.padded_head_dim, need.options)
     return None if kernel is None else kernel.name
 
@@ -87,12 +87,12 @@ def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
 
 
 class VarlenKernel:
-    """One varlen FlashAttention. Each names its options differently; callers do not see that.
+    """One varlen FlashAttention. Hides that each names its options differently.
 
     Args:
         name: for reports.
         function: takes q, k, v, `cu_seqlens` and the longest document of each, then options by name.
-        capability: the least compute capability that it runs on, forward and backward.
+        capability: the least compute capability for its forward and backward pass.
         head_dims: the head sizes that it is trusted with; None for all.
     """
 
@@ -110,7 +110,7 @@ class VarlenKernel:
         self.options = set(inspect.signature(function).parameters)
 
     def serves(self, head_dim: int, options: AttentionOptions) -> bool:
-        """Whether it is trusted with heads of this size, and has all options that are in use."""
+        """Return whether it is trusted with this head size and has all options in use."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return False
         needed = {"softcap": options.softcap is not None, "dropout_p": options.dropout > 0}
@@ -126,17 +126,17 @@ class VarlenKernel:
         options: AttentionOptions,
         keys: PackedRow | None = None,
     ) -> Tensor:
-        """`[N, H, D]`, as `attend`.
+        """Return `[N, H, D]`, as `attend`.
 
         Args:
             cu_seqlens: `[segments + 1]` int32.
             longest: tokens of the longest segment.
-            keys: the segments of the keys, where they are others; the last query of each faces its last key.
+            keys: the segments of other keys; the last query of each faces its last key.
         """
-        # FlashAttention counts the keys before the query, transformers counts the query too.
+        # FlashAttention counts the keys before the query, transformers the query too
         before = -1 if options.window is None else options.window - 1
         after = 0 if options.causal else -1
-        wanted = {
+        options_by_name = {
             "scale": options.scale,
             "softmax_scale": options.scale,
             "causal": options.causal,
@@ -145,19 +145,15 @@ class VarlenKernel:
             "dropout_p": options.dropout,
             "enable_gqa": True,
         }
-        chosen = {name: value for name, value in wanted.items() if name in self.options}
-        of_keys = (cu_seqlens, longest) if keys is None else (keys.cu_seqlens, keys.longest)
-        segments = cu_seqlens, of_keys[0], longest, of_keys[1]
+        chosen = {name: value for name, value in options_by_name.items() if name in self.options}
+        key_seqlens, longest_key = (cu_seqlens, longest) if keys is None else (keys.cu_seqlens, keys.longest)
+        segments = cu_seqlens, key_seqlens, longest, longest_key
         out = self.function(q_NHD, k_NKD, v_NKD, *segments, **chosen)
         return out[0] if isinstance(out, tuple) else out
 
 
-def _bound(tokens: int) -> int | None:
-    return tokens if tokens >= 0 else None
-
-
 def flash_attn_4() -> VarlenKernel:
-    """Compiles itself in the first forward and backward pass of each kind of layer, in about 5 s in all."""
+    """Load FlashAttention 4, which compiles itself in the first step of each kind of layer, in about 5 s."""
     from flash_attn.cute import flash_attn_varlen_func
 
     def varlen(
@@ -184,8 +180,8 @@ def flash_attn_4() -> VarlenKernel:
             max_seqlen_k=longest_k,
             softmax_scale=softmax_scale,
             causal=causal,
-            # Its "no window" is None: it takes -1 beside a 0 as a real bound.
-            window_size=window_size if min(window_size) >= 0 else (_bound(window_size[0]), None),
+            # Its "no window" is None: it takes -1 beside a 0 as a real bound
+            window_size=tuple(None if tokens < 0 else tokens for tokens in window_size),
             softcap=softcap,
         )
 
@@ -216,15 +212,15 @@ KERNELS = (flash_attn_4, flash_attn_3, flash_attn_2, torch_flash)  # fastest fir
 
 @lru_cache(maxsize=256)
 def varlen_kernel(head_dim: int, options: AttentionOptions) -> VarlenKernel | None:
-    """The fastest kernel that imports, runs on this GPU and serves such a layer, or None."""
+    """Return the fastest kernel that imports, runs on this GPU and serves such a layer, or None."""
     here = torch.cuda.get_device_capability()
     return next((k for k in _kernels() if k.capability <= here and k.serves(head_dim, options)), None)
 
 
 @lru_cache(maxsize=1)
 def _kernels() -> list[VarlenKernel]:
-    found = []
+    kernels = []
     for load in KERNELS:
         with suppress(ImportError):
-            found.append(load())
-    return found
+            kernels.append(load())
+    return kernels

@@ -1,4 +1,4 @@
-"""What the attention of one layer needs of a backend."""
+"""Describe what the attention of one layer needs of a backend."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ class AttentionOptions:
         window: how many keys a query sees, its own included; None for all up to its own.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         dropout: probability of dropping an attention weight.
-        sinks: whether a query also attends to its head's sink, a logit without a value.
-        causal: whether a query sees no key behind it. Without it, as in the towers of images, a query sees
-            its whole segment; a window then bounds the keys before it alone.
+        sinks: a query also attends to its head's sink, a logit without a value.
+        causal: a query sees no later key. Otherwise, as in vision towers, it sees its whole segment, and a
+            window bounds only the keys before it.
     """
 
     scale: float
@@ -29,7 +29,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What decides whether a backend can run a layer: device, dtype, head sizes, options.
+    """What decides whether a backend can run a layer.
 
     Args:
         head_dim: the head size of q and k.
@@ -48,5 +48,5 @@ class AttentionNeed:
 
     @property
     def padded_head_dim(self) -> int:
-        """The head size of q, k and v for a backend that takes one size for all three."""
+        """Return the head size for a backend that takes one size for q, k and v."""
         return max(self.head_dim, self.v_head_dim or 0)

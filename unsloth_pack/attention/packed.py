@@ -1,4 +1,4 @@
-"""Attention over a packed row."""
+"""Attend over a packed row."""
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def attend(
     backend: str = "auto",
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which no token sees another segment of the row.
+    """Attend within the segments of a row: no token sees another segment.
 
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
@@ -35,6 +35,6 @@ def attend(
     need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options, v_NKV.shape[-1])
     name, _ = choose_backend(backend, need)
     out_NHV = BACKENDS[name].run(q_NHD, k_NKD, v_NKV, row, options, sinks_H)
-    if not len(row.blocks):
-        return out_NHV
-    return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)
+    if len(row.blocks):
+        return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)
+    return out_NHV

@@ -1,6 +1,6 @@
-"""Packed attention through the package's own Triton kernels.
+"""Attend over a packed row with the package's own Triton kernels.
 
-They keep the heads of a group in one tile, so that short documents fill it. They take a softcap and sinks.
+They keep the heads of a group in one tile, so that short documents fill it, and take a softcap and sinks.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Packed attention through xformers' memory-efficient attention and its block-diagonal causal mask."""
+"""Attend over a packed row with xformers' memory-efficient attention and its block-diagonal causal mask."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def attend(
     options: AttentionOptions,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    assert sinks_H is None  # `why_unavailable` has made sure
+    assert sinks_H is None  # `why_unavailable` refuses them
     from xformers import ops
 
     flash.refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel

@@ -146,7 +146,7 @@ class ShapeBucket:
         cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> "ShapeBucket":
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
-        blocks = BlockForm.of(row) if len(row.blocks) else None
+        blocks = BlockForm.from_row(row) if len(row.blocks) else None
         tokens = round_up(row.n_tokens + (blocks is not None), 64)
         longest = power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, power_of_2(_segments(row, tokens, longest)))

@@ -60,7 +60,7 @@ class RowWithImages:
         every = [image for of_document in images for image in of_document]
         positions, grids = row.positions[None], make.grids(every)
         if grids is not None:
-            found = RowImages.of(all_ids == placeholder, grids.prod(axis=1), row)
+            found = RowImages.locate(all_ids == placeholder, grids.prod(axis=1), row)
             axes = found.axes(row, grids)
             positions = np.stack([row.positions, *axes])[:, None]
             row = add_axes(row, axes) if every else row  # a row of text is described by its lengths

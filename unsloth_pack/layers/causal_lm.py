@@ -1,4 +1,4 @@
-"""The causal language model's forward: a call enters, its row is described and checked, its loss is chosen.
+"""Run a causal language model's call: describe its row, check its labels, choose its loss.
 
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
@@ -15,19 +15,19 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
-from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, images_in, trl_head_of
+from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
 from unsloth_pack.layers.layer import OwnCheckpointing
 from unsloth_pack.losses.contract import LabelledHead, Loss
 from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
 from unsloth_pack.losses.fusable import (
+    count_head_outputs,
     has_own_loss,
-    head_of,
-    outputs_of_head,
-    refuse_passed_over,
+    read_head,
+    refuse_ignored_adapter,
     why_head_not_fused,
     why_loss_not_fused,
 )
-from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
+from unsloth_pack.losses.trl_head import TrlHead, first_tokens, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import no_compile
 from unsloth_pack.modules.walk import CountedParameters
@@ -41,106 +41,97 @@ from unsloth_pack.packed_row.labels import (
 )
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
-# The labels of a call of a causal language model.
-#
-# Shapes: B rows of T tokens, V outputs of the head.
-
 
 class StepLabels:
-    """The labels of a call: checked, and masked where no loss may see them. Made before the decoder runs.
+    """The labels of a call, checked, and masked where no loss may see them. Build it before the decoder runs.
 
     Args:
         model: a `FastCausalLM`.
-        call: what belongs to the loss alone is taken out of its `rest`.
+        call: arguments of the loss alone are taken out of its `rest`.
         labels: `[B, T]`, or None.
-        asked_by_trl: whether one of TRL's trainers asks, which counts labels without telling the model.
+        asked_by_trl: a trainer of TRL's asks, which counts labels without telling the model.
     """
 
     def __init__(self, model: Any, call: ForwardCall, labels: Tensor | None, asked_by_trl: bool):
         self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
         self.num_items = call.rest.pop("num_items_in_batch", None)
         self._model, self._row = model, call.row
-        self._late: list[CountedLabels | ContradictingLabels] = []
+        self._deferred: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
-        n_outputs = None if has_own_loss(model) else outputs_of_head(model)
+        n_outputs = None if has_own_loss(model) else count_head_outputs(model)
 
-        def checked(name: str, given: Tensor | None) -> Tensor | None:
-            return None if given is None else check_labels(name, given, shape, n_outputs, self.ignore_index)
+        def check(name: str, x: Tensor | None) -> Tensor | None:
+            return None if x is None else check_labels(name, x, shape, n_outputs, self.ignore_index)
 
-        self.labels = checked("labels", labels)
-        self.shift_labels = checked("shift_labels", call.rest.pop("shift_labels", None))
+        self.labels = check("labels", labels)
+        self.shift_labels = check("shift_labels", call.rest.pop("shift_labels", None))
         if call.row is not None:
             self._mask(call.row, asked_by_trl)
 
-    def shifted(self) -> Tensor:
-        """`[B, T]`: of every token, the label that it predicts."""
+    def shift(self) -> Tensor:
+        """Return `[B, T]`: of every token, the label that it predicts."""
         if self.shift_labels is not None:
             return self.shift_labels
         if self.labels is None:
-            raise InputError("fused_lm_head=True scores labels, and there are none; give labels")
+            raise InputError("fused_lm_head=True scores labels, but there are none; pass labels")
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
-    def as_given(self) -> dict[str, Any]:
-        """What another forward gets for its loss."""
-        given = {
-            "labels": self.labels,
-            "shift_labels": self.shift_labels,
-            "num_items_in_batch": self.num_items,
-            "ignore_index": None if self.ignore_index == IGNORE_INDEX else self.ignore_index,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the labels and options that another forward needs for its loss."""
+        arguments: dict[str, Any] = {"labels": self.labels, "shift_labels": self.shift_labels}
+        arguments["num_items_in_batch"] = self.num_items
+        if self.ignore_index != IGNORE_INDEX:
+            arguments["ignore_index"] = self.ignore_index
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def watch(self, logits: Tensor) -> None:
-        """Look at the logits' gradient: the caller may compute a loss from them, with labels of its own."""
+        """Watch the logits' gradient: the caller may compute a loss from them, with its own labels."""
         if self._row is None or not (logits.requires_grad and self._model.training):
             return
         is_counted = self.num_items is not None and self.labels is None
-        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_look()):
+        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_check()):
             watch_gradient(self._row, logits, is_counted)
 
-    def _is_first_look(self) -> bool:
-        """Labels that nobody has counted are looked at in one step: on a device the look waits for it."""
-        is_first = not self._model.boundary_labels_sought
-        self._model.boundary_labels_sought = True
+    def _is_first_check(self) -> bool:
+        """Return whether uncounted labels were never checked: on a device each check waits."""
+        is_first = not self._model.has_checked_boundary_labels
+        self._model.has_checked_boundary_labels = True
         return is_first
 
     def refuse(self) -> None:
-        """After the decoder: refuse what could be known only now.
+        """Run the deferred checks, after the decoder.
 
         Raises:
-            InputError: labels of document starts that were counted; labels that contradict each other.
+            InputError: labels of document starts were counted, or labels contradict each other.
         """
-        for check in self._late:
+        for check in self._deferred:
             check.refuse()
 
     def _mask(self, row: PackedRow, asked_by_trl: bool) -> None:
         if self.num_items is not None:
-            if self.shift_labels is not None:  # trainers count these rather than `labels`
-                counted = CountedLabels(
-                    row, self.shift_labels, is_shifted=True, ignore_index=self.ignore_index
-                )
-                self._look(counted)
+            if self.shift_labels is not None:  # trainers count these, not `labels`
+                self._check(CountedLabels(row, self.shift_labels, True, self.ignore_index))
             elif self.labels is not None:
-                self._look(CountedLabels(row, self.labels, ignore_index=self.ignore_index))
-        elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_look():
+                self._check(CountedLabels(row, self.labels, ignore_index=self.ignore_index))
+        elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_check():
             CountedLabels(row, self.labels).warn()
         if self.labels is not None:
             self.labels = row.mask_labels(self.labels, self.ignore_index)
         if self.shift_labels is not None:
             self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)
         if self.labels is not None and self.shift_labels is not None:
-            self._look(ContradictingLabels(self.labels, self.shift_labels, self.ignore_index))
+            self._check(ContradictingLabels(self.labels, self.shift_labels, self.ignore_index))
 
-    def _look(self, check: CountedLabels | ContradictingLabels) -> None:
-        """On the host at once, and on a device when the decoder has run."""
+    def _check(self, check: CountedLabels | ContradictingLabels) -> None:
+        """Check labels on the host at once, those on a device after the decoder."""
         if check.is_on_host:
             check.refuse()
         else:
-            self._late.append(check)
+            self._deferred.append(check)
 
 
 class FastCausalLM(CountedParameters):
-    """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...).
+    """Replaces the class of a transformers causal language model (`LlamaForCausalLM`, ...).
 
     Also of a model around a text model (`Gemma3ForConditionalGeneration`, ...), for rows of text alone.
     """
@@ -152,10 +143,10 @@ class FastCausalLM(CountedParameters):
     get_output_embeddings: Callable[[], Any]
     disable_input_require_grads: Callable[[], None]
     spec: ArchSpec
-    fast_decoder: FastDecoder  # no submodule of its own: it lies somewhere below
+    fast_decoder: FastDecoder  # set past torch's registry: it is a submodule already
     is_wrapper: bool  # a model around a text model, as of vision and language
     training_loss: Loss
-    boundary_labels_sought: bool  # whether labels that nobody has counted have been looked at
+    has_checked_boundary_labels: bool
 
     @ForwardSlot
     @no_compile
@@ -173,10 +164,10 @@ class FastCausalLM(CountedParameters):
         seq_lengths: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits, and the loss where labels are given.
+        """Compute logits, and the loss where there are labels.
 
-        In training, with labels, the loss is computed with the head, and `logits` only if they are asked for,
-        see `LossOutput`. The patch's report says where that is not so, and why.
+        In training with labels, the loss is computed with the head, and `logits` only on request, see
+        `LossOutput`. The patch's report says where that is not so, and why.
 
         Args:
             input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
@@ -186,9 +177,9 @@ class FastCausalLM(CountedParameters):
             seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
 
         Raises:
-            InputError: descriptions of the row that disagree with each other or with its shape; a keyword
-                that is nearly one of them; labels beyond the head; labels of document starts that are counted
-                in `num_items_in_batch`; `labels` and `shift_labels` that differ.
+            InputError: descriptions of the row disagree with each other or with its shape; a keyword is
+                nearly one of them; labels exceed the head; labels of document starts are counted in
+                `num_items_in_batch`; `labels` and `shift_labels` differ.
         """
         kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
         inputs: dict[str, Any] = {
@@ -197,59 +188,57 @@ class FastCausalLM(CountedParameters):
             "position_ids": position_ids,
         }
         inputs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
-        described = row_from_call(inputs, kwargs, partial(self._without_padding, inputs, labels, kwargs))
+        described = row_from_call(inputs, kwargs, partial(self._find_batch, inputs, labels, kwargs))
         for name in (*ROW_KEYWORDS, "packed_row"):
             kwargs.pop(name, None)
         call = ForwardCall(described, inputs, kwargs)
         if self.is_wrapper and described is not None:
             self._take_images(call)
         elif self.is_wrapper:
-            self._look_for_boundaries(call)
+            self._check_boundaries(call)
         if call.row is not None:
             inputs["attention_mask"] = call.row.token_mask
             self._refuse_other_decoder()
         trl_head = None
-        if kwargs.pop("fused_lm_head", False) and (trl_head := trl_head_of(self)) is None:
-            raise InputError(
-                "fused_lm_head=True, but no trainer has prepared this model; make it a new trainer"
-            )
+        if kwargs.pop("fused_lm_head", False) and (trl_head := read_trl_head(self)) is None:
+            raise InputError("fused_lm_head=True, but no trainer prepared this model; build a new trainer")
         step_labels = StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
         if trl_head is not None:
-            out = self._scored_for_trl(trl_head, call, step_labels)
+            out = self._score_for_trl(trl_head, call, step_labels)
         elif self._takes_fused_loss(call, step_labels, logits_to_keep):
-            out = self._with_fused_loss(call, step_labels)
+            out = self._compute_fused_loss(call, step_labels)
         else:
-            out = self._with_logits(call, step_labels, logits_to_keep)
+            out = self._compute_logits(call, step_labels, logits_to_keep)
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
         step_labels.refuse()
-        for lost in call.lost:
-            lost.refuse()
+        for check in call.checks:
+            check.refuse()
         return out
 
-    def _without_padding(
+    def _find_batch(
         self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
     ) -> PaddedBatch | None:
-        """The padded batch of a call that describes no row, or None where it keeps its padding."""
+        """Return the padded batch of a call that describes no row, or None where it keeps its padding."""
         if self.is_wrapper and (not self._takes_images(rest) or inputs["input_ids"] is None):
             return None
-        given = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
-        return self.fast_decoder.unpadding.batch_of(self.fast_decoder, inputs, known, labels, **given)
+        options = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
+        return self.fast_decoder.unpadding.find_batch(self.fast_decoder, inputs, known, labels, **options)
 
     def _takes_images(self, rest: Mapping[str, Any]) -> bool:
-        """Whether a padded batch with these further arguments can be one packed row."""
-        return not images_in(rest)
+        """Return whether a padded batch with these further arguments can become one packed row."""
+        return not name_images(rest)
 
     def _take_images(self, call: ForwardCall) -> None:
-        """Take the images of a row out of a call."""
-        if given := images_in(call.rest):
+        """Move the images of a row out of a call's `rest`."""
+        if names := name_images(call.rest):
             raise InputError(
-                f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
+                f"a packed row comes with {names[0]}; a {type(self).__name__} packs rows of text alone: "
                 "give such examples unpacked"
             )
 
-    def _look_for_boundaries(self, call: ForwardCall) -> None:
-        """Look whether a call that is left alone holds a packed row that has lost its boundaries."""
+    def _check_boundaries(self, call: ForwardCall) -> None:
+        """Check whether an unpacked call holds a packed row that lost its boundaries."""
 
     def _refuse_other_decoder(self) -> None:
         if self.get_decoder() is not self.fast_decoder:
@@ -257,47 +246,40 @@ class FastCausalLM(CountedParameters):
                 f"{type(self).__name__} has got another decoder since it was patched; call patch_model again"
             )
 
-    def decoded(self, call: ForwardCall) -> Any:
-        """The decoder's output; the call has been described."""
+    def decode(self, call: ForwardCall) -> Any:
+        """Run the decoder on a described call."""
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
-            inputs["input_ids"] = self._without_placeholders(inputs["input_ids"])
+            inputs["input_ids"] = self._replace_placeholders(inputs["input_ids"])
         return self.fast_decoder(**inputs, packed_row=call.described, **call.rest | {"return_dict": True})
 
-    def _without_placeholders(self, input_ids: Tensor) -> Tensor:
-        """Token ids as a model of vision and language hands them to its text model, where nothing is seen."""
+    def _replace_placeholders(self, input_ids: Tensor) -> Tensor:
+        """Replace placeholders by padding, as a model of vision and language does for its text model."""
         for name in self.spec.placeholders:
             is_placeholder = input_ids == getattr(self.config, name)
             input_ids = input_ids.masked_fill(is_placeholder, self.config.get_text_config().pad_token_id)
         return input_ids
 
-    def _is_left_alone(self, call: ForwardCall) -> bool:
-        """Whether a call goes through a model around a text model as it is: images may come with it."""
+    def _is_unchanged(self, call: ForwardCall) -> bool:
+        """Return whether a call runs through the model around a text model unchanged, perhaps with images."""
         return self.is_wrapper and call.described is None
 
-    def _for_theirs(self, call: ForwardCall, step_labels: StepLabels) -> dict[str, Any]:
-        """The arguments of transformers' forward or of TRL's, which hand them on to the decoder."""
-        arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
-        if not self._is_left_alone(call):  # where what lies before the decoder takes no row
+    def _build_arguments(self, call: ForwardCall, step_labels: StepLabels) -> dict[str, Any]:
+        """Build the arguments of transformers' or TRL's forward, which passes them on to the decoder."""
+        arguments = {**call.inputs, **call.rest, **step_labels.as_arguments()}
+        if not self._is_unchanged(call):  # there the model around the decoder takes no row
             arguments["packed_row"] = call.described
         return arguments
-
-    # A step of training: the loss alone
 
     def _takes_fused_loss(
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> bool:
-        """Whether a call is a training step whose loss can be computed with the head."""
-
-        def asked(name: str) -> Any:
-            value = call.rest.get(name)
-            return getattr(self.config, name, None) if value is None else value
-
+        """Return whether a call is a training step whose loss can be computed with the head."""
         if step_labels.labels is None or not (self.training and torch.is_grad_enabled()):
             return False
-        if asked("return_dict") is False or self._wants_router(call):
-            return False
-        if self._is_left_alone(call):
+        return_dict = call.rest.get("return_dict")
+        return_dict = getattr(self.config, "return_dict", None) if return_dict is None else return_dict
+        if return_dict is False or self._wants_router(call) or self._is_unchanged(call):
             return False
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         why_not = why_loss_not_fused(self)
@@ -306,74 +288,72 @@ class FastCausalLM(CountedParameters):
         return keeps_all and why_not is None
 
     def _wants_router(self, call: ForwardCall) -> bool:
-        """Whether a call asks for the logits of routers, and with them for their auxiliary loss."""
-        asked = call.rest.get("output_router_logits")
-        if asked is None:
-            asked = getattr(self.config.get_text_config(), "output_router_logits", False)
-        return bool(asked)
+        """Return whether a call asks for the routers' logits, and so for their auxiliary loss."""
+        is_wanted = call.rest.get("output_router_logits")
+        if is_wanted is None:
+            is_wanted = getattr(self.config.get_text_config(), "output_router_logits", False)
+        return bool(is_wanted)
 
-    def _with_fused_loss(self, call: ForwardCall, step_labels: StepLabels) -> Any:
-        head = head_of(self, self.spec, self.is_wrapper)
-        labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
-        self._rehearse(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
-        decoded = self.decoded(call)
+    def _compute_fused_loss(self, call: ForwardCall, step_labels: StepLabels) -> Any:
+        head = read_head(self, self.spec, self.is_wrapper)
+        labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
+        self._warm_up_kernels(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
+        decoded = self.decode(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
 
-    def _rehearse(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:
-        """Have the kernels of a first step compiled side by side, but for those of a tower."""
+    def _warm_up_kernels(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:
+        """Compile the kernels of a first step side by side, those of a tower excepted."""
         if call.described is not None:
             decoder = self.fast_decoder
-            decoder.rehearsal.hold(decoder, call.described, loss_of, decoder.leak_probe)
+            decoder.kernel_warmup.compile_kernels(decoder, call.described, loss_of, decoder.leak_probe)
 
-    # TRL's trainers: scores of tokens
-
-    def _scored_for_trl(self, trl_head: TrlHead, call: ForwardCall, step_labels: StepLabels) -> Any:
+    def _score_for_trl(self, trl_head: TrlHead, call: ForwardCall, step_labels: StepLabels) -> Any:
         call.inputs["use_cache"] = False
         why_not = trl_head.why_not or why_head_not_fused(self)
-        if self._is_left_alone(call):
+        if self._is_unchanged(call):
             why_not = why_not or "images may come with it"
         if why_not:
-            refuse_passed_over(self, why_not)
-            return trl_head.forward(**self._for_theirs(call, step_labels), fused_lm_head=True)
+            refuse_ignored_adapter(self, why_not)
+            return trl_head.forward(**self._build_arguments(call, step_labels), fused_lm_head=True)
         text_config = self.config.get_text_config()
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
-        head = head_of(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
-        labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
-        self._rehearse(call, lambda hidden_BTC: trl_head.scored(labelled, hidden_BTC).log_prob.sum())
-        decoded = self.decoded(call)
-        scores, mask = trl_head.scored(labelled, decoded.last_hidden_state), labelled.mask
+        head = read_head(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
+        labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
+        self._warm_up_kernels(call, lambda hidden_BTC: trl_head.score(labelled, hidden_BTC).log_prob.sum())
+        decoded = self.decode(call)
+        scores, mask = trl_head.score(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
-            scores, mask = cut(scores, mask.shape[1] - 1), mask[:, :-1]
+            scores, mask = first_tokens(scores, mask.shape[1] - 1), mask[:, :-1]
         aux_loss = None
         if wants_router:
             token_mask = call.inputs["attention_mask"]
             aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask, mask.device)
         weight = getattr(text_config, "router_aux_loss_coef", 0.0)
-        return trl_head.output(scores, mask, step_labels.num_items, aux_loss, weight)
+        return trl_head.build_output(scores, mask, step_labels.num_items, aux_loss, weight)
 
-    # Everything else: logits, as transformers makes them
-
-    def _with_logits(self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor) -> Any:
+    def _compute_logits(
+        self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
+    ) -> Any:
         if self.is_wrapper and call.described is not None:
-            return self._text_with_logits(call, step_labels, logits_to_keep)
-        return super().forward(**self._for_theirs(call, step_labels), logits_to_keep=logits_to_keep)
+            return self._compute_text_logits(call, step_labels, logits_to_keep)
+        return super().forward(**self._build_arguments(call, step_labels), logits_to_keep=logits_to_keep)
 
-    def _text_with_logits(
+    def _compute_text_logits(
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-        """A packed row through a model around a text model, past all that it does with images."""
+        """Run a packed row through a model around a text model, past its handling of images."""
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
-        decoded = self.decoded(call)
+        decoded = self.decode(call)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(decoded.last_hidden_state[:, kept])
-        logits = head_of(self, self.spec, self.is_wrapper).scaled(logits)
+        logits = read_head(self, self.spec, self.is_wrapper).scaled(logits)
         loss = None
         if step_labels.labels is not None:
             vocab_size = self.config.get_text_config().vocab_size
-            loss = self.loss_function(logits=logits, vocab_size=vocab_size, **step_labels.as_given())
+            loss = self.loss_function(logits=logits, vocab_size=vocab_size, **step_labels.as_arguments())
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=decoded.hidden_states, attentions=decoded.attentions
         )
@@ -386,32 +366,31 @@ class FastCausalLM(CountedParameters):
             output.loss = loss + text_config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
-    # Generation
-
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'. Older notebooks give what a chat template made, which was a tensor. So
-        `inputs` or `input_ids` may be all that a tokenizer returns.
+        """Generate as transformers does; `inputs` or `input_ids` may also be a tokenizer's whole output.
+
+        Older notebooks pass the output of a chat template, which used to be a tensor.
         """
-        given = kwargs.get("input_ids", inputs)
-        if isinstance(given, Mapping):
-            inputs, kwargs = None, {**kwargs, **given}
+        tokenized = kwargs.get("input_ids", inputs)
+        if isinstance(tokenized, Mapping):
+            inputs, kwargs = None, {**kwargs, **tokenized}
         theirs: Any = super()
         return theirs.generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Where `generate_batch` enters: refused, since its thread would log an error and answer nothing."""
+        """Refuse `generate_batch`, whose thread would log an error and answer nothing."""
         raise InputError(
             "generate_batch keeps keys and values in pages, which a patched model does not read; call "
             "generate (a trainer with use_transformers_continuous_batching=False), or undo the patch first"
         )
 
-    # Gradient checkpointing, as trainers switch it on
-
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
-        """Trainers turn checkpointing on by themselves, and TRL's off and on again around every pass of its
-        reference model: layers that offload or follow a plan go on so."""
+        """Switch checkpointing; layers that offload or follow a plan keep doing so.
+
+        Trainers switch it on by themselves, and TRL off and on again around each pass of its reference model.
+        """
         decoder = self.fast_decoder
-        mode = OwnCheckpointing.of(decoder) or decoder.own_checkpointing
+        mode = OwnCheckpointing.from_decoder(decoder) or decoder.own_checkpointing
         if mode is None or not enable:
             decoder.recompute_plan = None
             theirs: Any = super()
@@ -421,8 +400,8 @@ class FastCausalLM(CountedParameters):
         decoder.own_checkpointing = mode
 
     def enable_input_require_grads(self) -> None:
-        """Not where layers follow a plan: it needs no such hook, with which no step is captured."""
-        self.disable_input_require_grads()  # transformers forgets the hooks of an earlier call
+        """Set transformers' hook unless layers follow a plan, which needs none: it prevents capture."""
+        self.disable_input_require_grads()  # transformers loses track of an earlier call's hooks
         if self.fast_decoder.recompute_plan is None:
             theirs: Any = super()
             theirs.enable_input_require_grads()

@@ -1,6 +1,6 @@
-"""The decoder forward for a packed row.
+"""Run the decoder: a packed row through its layers, an ordinary batch through transformers' own forward.
 
-An ordinary batch goes through transformers' own forward, masks and cache included.
+Shapes: B rows of T tokens, V of all tokens stand for images, C features.
 """
 
 import logging
@@ -18,9 +18,9 @@ from transformers.utils.output_capturing import capture_outputs
 from unsloth_pack.cuda_graphs.shapes import Embedded
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.kernel_warmup import Rehearsal
-from unsloth_pack.layers.layer import OwnCheckpointing, inputs_by_layer
-from unsloth_pack.layers.leak_probe import OwnProbe
+from unsloth_pack.layers.kernel_warmup import KernelWarmup
+from unsloth_pack.layers.layer import OwnCheckpointing, build_layer_inputs
+from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.layers.unpadding import Unpadding
@@ -32,18 +32,14 @@ from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.leaking_masks import refuse_leaking_masks
 from unsloth_pack.packed_row.row import PackedRow
 
-# Features of a tower's middle layers, added to the image tokens behind the first layers of the decoder.
-#
-# Shapes: B rows of T tokens, V of all tokens stand for images, C features.
-#
-# Source: DeepStack (Meng et al. 2024).
 
-
-def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
-    """`[V, C]` for each of the first layers, taken out of the keywords of a decoder's call.
+def take_visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Take the tower's middle features out of a call: `[V, C]` for each of the first layers.
 
     Raises:
         InputError: there are some, and the row does not say where its images stand.
+
+    Source: DeepStack (Meng et al. 2024).
     """
     kwargs.pop("visual_pos_masks", None)
     by_layer = kwargs.pop(DEEPSTACK, None) or []
@@ -56,7 +52,7 @@ def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
 
 
 def add_visual(hidden_BTC: Tensor, row: PackedRow, features_VC: Tensor) -> Tensor:
-    """The hidden states with these features on the tokens of images."""
+    """Add these features to the hidden states of image tokens."""
     features_VC = features_VC.to(hidden_BTC.dtype)
     if len(features_VC) == row.n_tokens:  # of every token, as in a captured step
         return hidden_BTC + features_VC.view(hidden_BTC.shape)
@@ -64,8 +60,8 @@ def add_visual(hidden_BTC: Tensor, row: PackedRow, features_VC: Tensor) -> Tenso
 
 
 logger = logging.getLogger("unsloth_pack")
-_TAKEN_OUT = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))  # of a call: layers read neither
-# Under checkpointing the backward pass runs all the same, and a trainer goes on without a word.
+_NOT_FOR_LAYERS = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))
+# With checkpointing the backward pass runs all the same, and a trainer would not notice
 _NOTHING_TRAINS = (
     "no weight of the decoder is trained; put an adapter on the model with FastLanguageModel.get_peft_model, "
     "or load it with full_finetuning=True"
@@ -73,7 +69,7 @@ _NOTHING_TRAINS = (
 
 
 class FastDecoder(nn.Module):
-    """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
+    """Replaces the class of a transformers decoder (`LlamaModel`, ...)."""
 
     config: PreTrainedConfig
     layers: nn.ModuleList
@@ -83,11 +79,11 @@ class FastDecoder(nn.Module):
     step_graphs: StepGraphs
     gate_and_up_plan: GateAndUpPlan
     unpadding: Unpadding
-    leak_probe: OwnProbe | None  # until it has passed, or is not wanted
-    rehearsal: Rehearsal
-    trained_weights_sought: bool
-    numbers_sought: bool
-    answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
+    leak_probe: DecoderProbe | None  # None once it has passed, or where it is not wanted
+    kernel_warmup: KernelWarmup
+    has_checked_trained_weights: bool
+    has_checked_mask: bool
+    answers_by_row: str | None  # class of the model around it, if that gives one answer a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
     own_checkpointing: OwnCheckpointing | None = None  # "auto" or "offload", also while it is switched off
 
@@ -102,12 +98,12 @@ class FastDecoder(nn.Module):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' decoder forward, or the packed one where the call describes packed documents.
+        """Run transformers' decoder forward, or the packed one where the call describes packed documents.
 
         Args:
-            kwargs: beside transformers' arguments, those of `describe_row`; or `packed_row`, by which the
-                model around the decoder hands on what it has described: the row, the padded batch that
-                becomes one, or None for a batch that keeps its padding.
+            kwargs: beside transformers' arguments, those of `describe_row`; or `packed_row` from the model
+                around the decoder: the row, the padded batch that becomes one, or None for a batch that keeps
+                its padding.
         """
         if "packed_row" not in kwargs:
             inputs: dict[str, Any] = {
@@ -118,10 +114,10 @@ class FastDecoder(nn.Module):
                 "inputs_embeds": inputs_embeds,
                 "use_cache": use_cache,
             }
-            unpad = partial(self.unpadding.batch_of, self, inputs)
+            unpad = partial(self.unpadding.find_batch, self, inputs)
             kwargs["packed_row"] = row_from_call(inputs, kwargs, unpad)
         row = kwargs.pop("packed_row")
-        kwargs = {name: value for name, value in kwargs.items() if name not in _TAKEN_OUT}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LAYERS}
         batch = row if isinstance(row, PaddedBatch) else None
         if batch is not None:
             row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)
@@ -134,10 +130,10 @@ class FastDecoder(nn.Module):
         if self._trains():
             self._warn_if_nothing_trains(inputs_embeds)
         if row is not None:
-            output = self._packed_step(row, input_ids, inputs_embeds, kwargs)
+            output = self._run_packed_step(row, input_ids, inputs_embeds, kwargs)
             return output if batch is None else batch.padded(output)
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
-        self._refuse_other_masks(attention_mask)
+        self._refuse_unreadable_masks(attention_mask)
         refuse_leaking_masks(attention_mask, position_ids)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]
@@ -150,8 +146,6 @@ class FastDecoder(nn.Module):
             use_cache=use_cache,
             **kwargs,
         )
-
-    # Before a step
 
     def _refuse_joined_answers(self, row: PackedRow) -> None:
         n_rows, n_documents = row.shape[0], row.is_padding.count(False)
@@ -167,10 +161,10 @@ class FastDecoder(nn.Module):
             self.leak_probe = None
 
     def _warn_if_nothing_trains(self, inputs_embeds: Tensor | None) -> None:
-        """Once, and not where the embeddings come from outside: something may train there."""
-        if self.trained_weights_sought:
+        """Warn once, except for embeddings from outside, where something may train."""
+        if self.has_checked_trained_weights:
             return
-        self.trained_weights_sought = True
+        self.has_checked_trained_weights = True
         if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
             logger.warning(_NOTHING_TRAINS)
 
@@ -178,21 +172,21 @@ class FastDecoder(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def _plan_recomputation(self, inputs: Tensor | None) -> None:
-        """Of a step of training that runs: it asks the driver for the free memory, which takes time."""
+        """Decide what a training step recomputes. Asks the driver for the free memory, which takes time."""
         if inputs is None or not self._trains():
             return
         tokens = inputs.shape[0] * inputs.shape[1]
         if self.recompute_plan is not None:
             self.recompute_plan.decide(tokens, inputs.device)
         embedding = self.get_input_embeddings()
-        # PEFT's wrappers make their own `weight` anew at every look
+        # PEFT's wrappers build their own `weight` at every access
         weight = getattr(embedding, "original_module", embedding).weight
         self.gate_and_up_plan.decide(tokens, weight.element_size(), inputs.device)
 
-    def _refuse_other_masks(self, attention_mask: Any) -> None:
-        """Of an ordinary batch: masks that the shared attention would misread.
+    def _refuse_unreadable_masks(self, attention_mask: Any) -> None:
+        """Refuse masks of an ordinary batch that the shared attention would misread.
 
-        A mask on a device is looked at once, in training: each look waits for the device.
+        A mask on a device is checked once, in training: each check waits for the device.
         """
         if self.config._attn_implementation != "sdpa":
             raise InputError(
@@ -200,35 +194,32 @@ class FastDecoder(nn.Module):
                 "undo the patch first, or set it back to 'sdpa'"
             )
         if getattr(attention_mask, "is_cuda", False):
-            if self.numbers_sought or not self.training:
+            if self.has_checked_mask or not self.training:
                 return
-            self.numbers_sought = True
+            self.has_checked_mask = True
         refuse_document_ids(attention_mask)
 
-    # A step over a packed row
-
-    def _packed_step(
+    def _run_packed_step(
         self,
         row: PackedRow,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         kwargs: Mapping[str, Any],
     ) -> "PackedOutput":
-        """Replayed from CUDA graphs, or run layer by layer; again where memory runs out and fewer layers need
-        to keep their activations."""
+        """Replay a step or run its layers, again with more recomputation if memory runs out."""
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
         inputs: Any = input_ids
         if inputs_embeds is not None:
-            inputs = Embedded(inputs_embeds, visual_by_layer(row, dict(kwargs)))
-        may_replay = not self._asks_for_more(kwargs, inputs_embeds)
-        wants_router = self._asks_for_router_logits(kwargs)
-        made = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
-        while made is None:
+            inputs = Embedded(inputs_embeds, take_visual_by_layer(row, dict(kwargs)))
+        may_replay = not self._wants_more(kwargs, inputs_embeds)
+        wants_router = self._wants_router_logits(kwargs)
+        step = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
+        while step is None:
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
             if may_replay:
-                made = self.step_graphs.run(self, row, inputs, wants_router)
-                if made is not None:
+                step = self.step_graphs.run(self, row, inputs, wants_router)
+                if step is not None:
                     break
             plan = self.recompute_plan if self._trains() else None
             try:
@@ -241,25 +232,25 @@ class FastDecoder(nn.Module):
                 if plan is None or not plan.lower():
                     raise
             torch.cuda.empty_cache()
-        return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
+        return PackedOutput(last_hidden_state=step.hidden, router_logits=step.router_logits)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
-        if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT makes modules anew from this class
+        if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT builds new modules of this class
             graphs.let_go(self)
         return moved
 
-    def _asks_for_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
-        """Whether a call is to return more than graphs do, or its layers take more."""
+    def _wants_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
+        """Return whether a call wants more than graphs return, or its layers take more inputs."""
         if inputs_embeds is not None and self.spec.per_layer_inputs:
             return True  # layers have embeddings of their own, of ids that are not known here
-        taken = ("output_router_logits",) if inputs_embeds is None else ("output_router_logits", DEEPSTACK)
-        others = (value for name, value in kwargs.items() if name not in taken)
-        is_asked = any(value is not None and value is not False for value in others)
-        return is_asked or getattr(self.config, "output_hidden_states", False)
+        known = {"output_router_logits", *([] if inputs_embeds is None else [DEEPSTACK])}
+        others = (value for name, value in kwargs.items() if name not in known)
+        has_others = any(value is not None and value is not False for value in others)
+        return has_others or getattr(self.config, "output_hidden_states", False)
 
-    def _asks_for_router_logits(self, kwargs: Mapping[str, Any]) -> bool:
+    def _wants_router_logits(self, kwargs: Mapping[str, Any]) -> bool:
         name = "output_router_logits"
         return bool(kwargs.get(name, getattr(self.config, name, False)))
 
@@ -272,34 +263,31 @@ class FastDecoder(nn.Module):
         only: Collection[int] | None = None,
         **kwargs: Any,
     ) -> "PackedOutput":
-        """All layers, or only those of these numbers."""
+        """Run all layers, or only those of these numbers."""
         kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them
-        hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_BTC = self._embed(row, input_ids) if inputs_embeds is None else inputs_embeds
         multiplier = self.spec.embedding_multiplier
         if inputs_embeds is None:
             multiplier = multiplier or self.spec.token_multiplier
         if multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, multiplier)
-        own_inputs = inputs_by_layer(self, input_ids, hidden_BTC, kwargs)
-        deepstack = visual_by_layer(row, kwargs)
+        layer_inputs = build_layer_inputs(self, input_ids, hidden_BTC, kwargs)
+        deepstack = take_visual_by_layer(row, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
-        handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
+        shared_inputs = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             if only is not None and number not in only:
                 continue
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
-            more = own_inputs[number] | handed_on
-            # Without tables nothing rotates
-            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **more)
+            inputs = layer_inputs[number] | shared_inputs
+            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **inputs)
             hidden_BTC = out if isinstance(out, Tensor) else out[0]
             if number < len(deepstack):
                 hidden_BTC = add_visual(hidden_BTC, row, deepstack[number])
-        norm = getattr(self, self.spec.name("norm"))
-        # router_logits stay None without experts
-        return PackedOutput(last_hidden_state=norm(hidden_BTC))
+        return PackedOutput(last_hidden_state=getattr(self, self.spec.name("norm"))(hidden_BTC))
 
-    def _embedded(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
-        """`[B, T, C]`; by document under NEFTune: more tokens at once get less noise (Jain et al. 2023)."""
+    def _embed(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
+        """Embed `[B, T, C]`; NEFTune by document, as longer inputs get less noise (Jain et al. 2023)."""
         embedding = self.get_input_embeddings()
         if input_ids is None or not hasattr(embedding, "neftune_noise_alpha"):
             return embedding(input_ids)
@@ -314,7 +302,7 @@ def has_fast_decoder(model: nn.Module | None) -> bool:
 
 @dataclass
 class PackedOutput(MoeModelOutputWithPast):
-    """What a decoder makes of a packed row. Models around it may read `shared_kv_states`: there are none."""
+    """A decoder's output for a packed row. Models around it may read `shared_kv_states`: there are none."""
 
     router_logits: Any = None
     shared_kv_states: Any = None

@@ -1,8 +1,8 @@
-"""What a row with images may have lost on its way to the model: its images, its ids, or where documents end.
+"""Check that a row with images has not lost its images, its ids, or its boundaries on the way to the model.
 
-A loader, a data set's columns or a trainer may drop an argument of a call, and the rest of it would train on
-something else without a word. Numbers on the host are looked at before the decoder runs. Those on a device
-are copied meanwhile and looked at behind it, before any backward pass, so that no look waits for the device.
+A loader, a data set's columns or a trainer may drop an argument of a call, and the rest would train on
+something else unnoticed. Numbers on the host are checked before the decoder runs. Those on a device are
+copied meanwhile and checked after it, before any backward pass, so that no check waits for the device.
 """
 
 from collections.abc import Mapping
@@ -25,24 +25,23 @@ class DeferredCheck:
     """A count that is 0 in a whole row.
 
     Args:
-        count: on its way to the host where it comes from a device.
-        said: of the error; `{}` stands for the count.
+        message: of the error; `{}` stands for the count.
     """
 
     count: HostCopy
-    said: str
+    message: str
 
     @classmethod
-    def sought(cls, count: Tensor, said: str) -> list["DeferredCheck"]:
-        """What is to be refused behind the decoder: nothing where the count is on the host.
+    def start(cls, count: Tensor, message: str) -> list["DeferredCheck"]:
+        """Check the count now if it is on the host, else return the check to run after the decoder.
 
         Raises:
             InputError: the count is on the host, and not 0.
         """
-        lost = cls(HostCopy(count), said)
+        check = cls(HostCopy(count), message)
         if count.device.type != "cpu":
-            return [lost]
-        lost.refuse()
+            return [check]
+        check.refuse()
         return []
 
     def refuse(self) -> None:
@@ -52,51 +51,50 @@ class DeferredCheck:
             InputError: the count is not 0.
         """
         if count := int(self.count.read()):
-            raise InputError(self.said.format(count))
+            raise InputError(self.message.format(count))
 
 
-def lost_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | None) -> list[DeferredCheck]:
-    """A packed row without pixels that has image tokens.
+def check_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | None) -> list[DeferredCheck]:
+    """Refuse a packed row without pixels that has image tokens.
 
     Raises:
-        InputError: the row has some, as far as the host knows.
+        InputError: the host knows of some.
     """
-    name = "a packed row holds {} image tokens and comes without pixel_values; give the images of the row"
+    message = "a packed row holds {} image tokens and comes without pixel_values; give the images of the row"
     if row.visual is not None and len(row.visual):
-        raise InputError(name.format(len(row.visual)))
+        raise InputError(message.format(len(row.visual)))
     if ids is None:
         return []
     token = getattr(config, spec.token)
-    said = f"{name}, or text without token {token}"
-    return DeferredCheck.sought((ids == token).sum(), said)
+    return DeferredCheck.start((ids == token).sum(), f"{message}, or text without token {token}")
 
 
-def other_tokens(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor) -> list[DeferredCheck]:
-    """A row that says where its images stand, and ids of image tokens elsewhere.
+def check_image_tokens(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor) -> list[DeferredCheck]:
+    """Refuse a row that says where its images stand, with ids of image tokens elsewhere.
 
     Raises:
-        InputError: there are some, as far as the host knows.
+        InputError: the host knows of some.
     """
     is_other = ids.flatten() == getattr(config, spec.token)
     is_other[row.visual_ids] ^= True
-    said = (
+    message = (
         "{} tokens of input_ids are not what packed_row says, which knows where images stand; give ids and "
         "packed_row of one row, as VisionDataCollator makes them"
     )
-    return DeferredCheck.sought(is_other.sum(), said)
+    return DeferredCheck.start(is_other.sum(), message)
 
 
-def lost_boundaries(
+def check_boundaries(
     spec: VisionSpec, inputs: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> list[DeferredCheck]:
-    """Several documents in a row of which a call does not say where they end.
+    """Refuse a row of several documents whose call does not say where they end.
 
     Args:
         inputs: the decoder's named arguments, which describe no packed row.
-        rest: the others.
+        rest: the call's other arguments.
 
     Raises:
-        InputError: there are several, as far as the host knows.
+        InputError: the host knows of several.
     """
     ids = inputs["input_ids"]
     if ids is None or inputs["past_key_values"] is not None:
@@ -122,8 +120,8 @@ def lost_boundaries(
         starts_over &= mask[:, 1:].to(axes.device) != 0  # padding behind a document starts over too
     elif mask is not None:
         return []
-    said = (
+    message = (
         "position_ids in time, height and width start over {} times inside a row, and nothing says where "
         "documents end; give packed_seq_lengths, or position_ids [4, B, T]"
     )
-    return DeferredCheck.sought(torch.count_nonzero(starts_over), said)
+    return DeferredCheck.start(torch.count_nonzero(starts_over), message)

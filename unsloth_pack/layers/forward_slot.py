@@ -1,16 +1,15 @@
-"""The one door through which a call enters a patched causal language model.
+"""Let every call enter a patched causal language model at one place.
 
-Trainers replace `model.forward` on the instance: TRL by a forward that runs the decoder itself, accelerate
-by one under autocast. The replacement would hide a method of the class. PEFT calls `model.forward(...)` and
-not `model(...)`, so a hook would not be run. So `forward` is a data descriptor, which Python looks up before
-the instance's attributes:
+Trainers replace `model.forward` on the instance: TRL by a forward that runs the decoder itself, accelerate by
+one under autocast. That would hide a method of the class, and PEFT calls `model.forward(...)`, which runs no
+hook. So `forward` is a data descriptor, which Python looks up before the instance's attributes:
 
 - a forward of TRL's is taken as a request, see `TrlHead`; calls still enter here;
-- any other forward that is set (accelerate's, a user's wrapper) is called first, as it expects to be;
-- `undo()` forgets both, so that the model that came in comes back.
+- any other forward (accelerate's, a user's wrapper) is called first, as it expects to be;
+- `undo()` forgets both, so that the original model comes back.
 
-Its signature names what the original's does, too: `generate` refuses arguments that it does not find there,
-as those of images, and trainers drop such columns.
+Its signature has the parameters of the original's too: `generate` refuses arguments that it does not find
+there, such as images, and trainers drop such columns.
 """
 
 from __future__ import annotations
@@ -27,13 +26,17 @@ from unsloth_pack.losses.trl_head import TrlHead
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
-_WRAPPER = "unsloth_pack_wrapper"  # where a model holds the forward that was set around the door
-_TRL_HEAD = "unsloth_pack_trl_head"  # and what a trainer of TRL's wants
-DOOR_ATTRIBUTES = (_WRAPPER, _TRL_HEAD)
+# Where a model stores the forward set around this one, and the request of a trainer of TRL's
+_WRAPPER, _TRL_HEAD = "unsloth_pack_wrapper", "unsloth_pack_trl_head"
+SLOT_ATTRIBUTES = (_WRAPPER, _TRL_HEAD)
+_IMAGE_KEYWORDS = (
+    *("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"),
+    "image_hidden_states",  # of transformers below 5.20
+)
 
 
 class ForwardSlot:
-    """`forward` of a class: a function that no attribute of the instance hides. Use as a decorator."""
+    """A `forward` that no attribute of the instance hides. Use it as a decorator."""
 
     def __init__(self, enter: Callable[..., Any]):
         self._enter = enter
@@ -42,13 +45,13 @@ class ForwardSlot:
     def __get__(self, model: Any, owner: type | None = None) -> Callable[..., Any]:
         if model is None:
             return self._enter
-        enter = _with_parameters_of(type(model).__bases__[-1], self._enter)
+        enter = _add_parameters(type(model).__bases__[-1], self._enter)
         return vars(model).get(_WRAPPER) or MethodType(enter, model)
 
     def __set__(self, model: Any, forward: Any) -> None:
-        if request := TrlHead.of(forward):
+        if request := TrlHead.from_forward(forward):
             vars(model)[_TRL_HEAD] = request
-        elif _enters_by(self._enter, forward):
+        elif _is_bound_to(self._enter, forward):
             vars(model).pop(_WRAPPER, None)
         else:
             vars(model)[_WRAPPER] = forward
@@ -58,8 +61,8 @@ class ForwardSlot:
 
 
 @cache
-def _with_parameters_of(original: type, enter: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the parameters of the original's forward in its signature."""
+def _add_parameters(original: type, enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the parameters of the original's forward to the function's signature."""
     own = inspect.signature(enter)
     theirs = inspect.signature(original.forward).parameters.values()  # type: ignore[attr-defined]
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -78,52 +81,37 @@ def _with_parameters_of(original: type, enter: Callable[..., Any]) -> Callable[.
     return forward
 
 
-def _enters_by(door: Callable[..., Any], forward: Any) -> bool:
-    """Whether a bound method is the door's function, or that with more parameters."""
+def _is_bound_to(enter: Callable[..., Any], forward: Any) -> bool:
+    """Return whether a bound method is this function, perhaps with more parameters."""
     function = getattr(forward, "__func__", None)
-    return door in (function, getattr(function, "__wrapped__", None))
+    return enter in (function, getattr(function, "__wrapped__", None))
 
 
-def set_forwards(model: Any) -> dict[str, Any]:
-    """What trainers and libraries have set on a patched model, to outlive a patch that is laid anew."""
-    return {name: vars(model)[name] for name in DOOR_ATTRIBUTES if name in vars(model)}
+def read_forwards(model: Any) -> dict[str, Any]:
+    """Return the forwards that trainers and libraries set on a patched model, to outlive a new patch."""
+    return {name: vars(model)[name] for name in SLOT_ATTRIBUTES if name in vars(model)}
 
 
-def let_in(model: Any, earlier: dict[str, Any]) -> None:
-    """Take over what an instance had before its class got this door.
+def adopt_forwards(model: Any, earlier: dict[str, Any]) -> None:
+    """Adopt the forwards that were set before the class got this slot.
 
     Args:
-        earlier: what `set_forwards` found under the patch before, if there was one.
+        earlier: from `read_forwards` under the patch before; else empty.
     """
     if "forward" in vars(model):  # it stays there, for `undo()`
         model.forward = vars(model)["forward"]
     vars(model).update(earlier)
 
 
-def forget(model: Any, door: Callable[..., Any]) -> None:
-    """Remove what accelerate keeps beside a wrapper, the forward that it has wrapped, where that is the door.
-
-    Args:
-        door: the function that `ForwardSlot` has decorated.
-    """
-    if _enters_by(door, vars(model).get("_original_forward")):
+def drop_wrapped_forward(model: Any, enter: Callable[..., Any]) -> None:
+    """Remove the forward that accelerate keeps beside a wrapper, if it is `enter` itself."""
+    if _is_bound_to(enter, vars(model).get("_original_forward")):
         del model._original_forward
 
 
-def trl_head_of(model: Any) -> TrlHead | None:
-    """What a trainer of TRL's wants of a model, or None."""
+def read_trl_head(model: Any) -> TrlHead | None:
+    """Return the request of a trainer of TRL's, or None."""
     return vars(model).get(_TRL_HEAD)
-
-
-# A call of a causal language model that has come in.
-
-_OF_IMAGES = (
-    "pixel_values",
-    "pixel_values_videos",
-    "input_features",
-    "mm_encoder_outputs",
-    "image_hidden_states",  # of transformers below 5.20
-)
 
 
 @dataclass
@@ -135,33 +123,33 @@ class ForwardCall:
             that keeps its padding.
         inputs: the decoder's named arguments.
         rest: the others; neither the row's nor the loss's.
-        images: pixels and grids that have been taken out of them.
-        lost: what it may have lost, to refuse when the decoder has run.
+        images: pixels and grids that were taken out of `rest`.
+        checks: to run after the decoder.
     """
 
     described: PackedRow | PaddedBatch | None
     inputs: dict[str, Any]
     rest: dict[str, Any]
     images: Any = None
-    lost: list[DeferredCheck] = field(default_factory=list)
+    checks: list[DeferredCheck] = field(default_factory=list)
 
     @property
     def row(self) -> PackedRow | None:
-        """The packed row that the caller has given."""
+        """Return the caller's packed row, if there is one."""
         return self.described if isinstance(self.described, PackedRow) else None
 
     @property
     def packed_row(self) -> PackedRow:
-        """The row that the decoder runs; only where there is one."""
+        """Return the row that the decoder runs; only where there is one."""
         assert self.described is not None
         return self.described.row if isinstance(self.described, PaddedBatch) else self.described
 
     def describe(self, row: PackedRow) -> None:
-        """Put this row, of which more is known, in the place of that one."""
+        """Replace the row by one with more details."""
         batch = self.described if isinstance(self.described, PaddedBatch) else None
         self.described = row if batch is None else replace(batch, row=row)
 
 
-def images_in(arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments of a call that hold images or the like."""
-    return [name for name in _OF_IMAGES if arguments.get(name) is not None]
+def name_images(arguments: Mapping[str, Any]) -> list[str]:
+    """Name the arguments of a call that hold images or the like."""
+    return [name for name in _IMAGE_KEYWORDS if arguments.get(name) is not None]

@@ -1,7 +1,9 @@
-"""The forward of decoder layers that norm what goes into their mixer and into their MLP.
+"""Run decoder layers that norm the inputs of their mixer and their MLP, and build what layers take beside.
 
-Some 70 decoder layers in transformers have the same forward, Llama's, word for word. They run fused: a
-residual is added and normed in one launch. Any other layer keeps transformers' own forward.
+Some 70 decoder layers in transformers have Llama's forward, word for word. They run fused: a residual is
+added and normed in one launch. Any other layer keeps transformers' forward.
+
+Shapes: B rows of T tokens, C features, L layers, P features of a layer's own embeddings.
 """
 
 import inspect
@@ -21,7 +23,7 @@ from unsloth_pack.modules.sharding import is_gathered_by_module
 
 
 class FastLayer(nn.Module):
-    """Takes the place of the class of a decoder layer for which `is_plain` is true."""
+    """Replaces the class of a decoder layer for which `is_plain` holds."""
 
     input_layernorm: Any
     self_attn: nn.Module
@@ -30,7 +32,7 @@ class FastLayer(nn.Module):
 
     @no_compile
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`[B, T, C]` through the layer; of a packed row fused, with the results of `_plain_forward`.
+        """Run `[B, T, C]` through the layer; a packed row fused, with the results of `_plain_forward`.
 
         Args:
             kwargs: as transformers' layer takes them, and `packed_row`.
@@ -38,14 +40,14 @@ class FastLayer(nn.Module):
         before, between = self.input_layernorm, self.post_attention_layernorm
         if args or kwargs.get("packed_row") is None or not (_runs_fused(before) and _runs_fused(between)):
             return super().forward(hidden_states, *args, **kwargs)
-        residual, normed = before.of_sum(hidden_states, None)
+        residual, normed = before.add_and_norm(hidden_states, None)
         mixed, _ = self.self_attn(hidden_states=normed, **kwargs)
-        residual, normed = between.of_sum(residual, mixed)
+        residual, normed = between.add_and_norm(residual, mixed)
         return residual + self.mlp(normed)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer's forward is `_plain_forward`, instruction for instruction."""
+    """Return whether a layer's forward is `_plain_forward`, instruction for instruction."""
     forward: Any = inspect.unwrap(type(layer).forward)
     return "forward" not in vars(layer) and _instructions(forward) == _instructions(_plain_forward)
 
@@ -88,20 +90,17 @@ def _plain_forward(
     hidden_states = self.post_attention_layernorm(hidden_states)
     hidden_states = self.mlp(hidden_states)
     hidden_states = residual + hidden_states
-    return hidden_states  # noqa: RET504 - as there: the instructions are compared
+    return hidden_states  # noqa: RET504 - the instructions are compared
 
 
-# What some layers get beside the hidden state: embeddings of their own, keys and values of other layers.
-#
-# Shapes: B rows of T tokens, C features, L layers, P features of a layer's own embeddings.
-
-_OF_ASSISTANTS = ("shared_kv_states", "return_shared_kv_states")
+_ASSISTANT_KEYWORDS = ("shared_kv_states", "return_shared_kv_states")
 
 
 class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
-    """Keys and values by the type of the layer that has stored them.
+    """Keys and values by the type of the layer that stored them.
 
-    No dict and with a `to`: FSDP2 copies dicts on the way into a layer, accelerate all that moves not itself.
+    It is no dict and has a `to`: FSDP2 copies dicts on the way into a layer, and so does accelerate all that
+    cannot move itself.
     """
 
     def to(self, device: Any, **how: Any) -> "SharedKeysAndValues":
@@ -110,23 +109,22 @@ class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
         return self
 
 
-def inputs_by_layer(
+def build_layer_inputs(
     decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Keywords for each layer of a decoder, for a packed row.
+    """Build the keywords of each layer of a decoder, for a packed row.
 
     Args:
-        decoder: a `FastDecoder`.
         hidden_BTC: the embeddings.
-        kwargs: of the call. What is not meant for the layers is taken out.
+        kwargs: of the call. Those that are not for the layers are taken out.
 
     Raises:
-        InputError: the call hands over or asks for keys and values that layers share; checkpointing would
-            lose their gradients; `per_layer_inputs` come with `input_ids`.
+        InputError: the call passes or asks for shared keys and values; checkpointing would lose their
+            gradients; `per_layer_inputs` come with `input_ids`.
     """
     by_layer: list[dict[str, Any]] = [{} for _ in decoder.layers]
     if decoder.spec.kv_sharing:
-        _refuse_what_breaks_sharing(decoder, kwargs)
+        _refuse_broken_sharing(decoder, kwargs)
         shared = SharedKeysAndValues()
         for inputs in by_layer:
             inputs["shared_kv_states"] = shared
@@ -137,10 +135,10 @@ def inputs_by_layer(
     return by_layer
 
 
-def own_embeddings(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
-    """The keywords by which a packed row of embeddings gives what a decoder makes of token ids itself.
+def embed_per_layer(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
+    """Return the layers' own embeddings of token ids, to pass beside embeddings.
 
-    Without them it would look every embedding up among those of the whole vocabulary.
+    Without them a decoder would look every embedding up in the whole vocabulary.
     """
     if not (decoder.spec.per_layer_inputs and decoder.config.hidden_size_per_layer_input):
         return {}
@@ -148,20 +146,20 @@ def own_embeddings(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
 
 
 def _per_layer_inputs(
-    decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, given_BTLP: Tensor | None
+    decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, embeddings_BTLP: Tensor | None
 ) -> Tensor | None:
-    """`[B, T, L, P]`, or None where the model has none; by transformers' own methods, which work by token."""
+    """Return `[B, T, L, P]` by transformers' own methods, which work by token, or None."""
     if not decoder.config.hidden_size_per_layer_input:
         return None
-    if given_BTLP is None:
-        given_BTLP = decoder.get_per_layer_inputs(input_ids, hidden_BTC)
+    if embeddings_BTLP is None:
+        embeddings_BTLP = decoder.get_per_layer_inputs(input_ids, hidden_BTC)
     elif input_ids is not None:
         raise InputError("per_layer_inputs come with input_ids; give them with inputs_embeds only")
-    return decoder.project_per_layer_inputs(hidden_BTC, given_BTLP)
+    return decoder.project_per_layer_inputs(hidden_BTC, embeddings_BTLP)
 
 
-def _refuse_what_breaks_sharing(decoder: Any, kwargs: dict[str, Any]) -> None:
-    for name in _OF_ASSISTANTS:
+def _refuse_broken_sharing(decoder: Any, kwargs: dict[str, Any]) -> None:
+    for name in _ASSISTANT_KEYWORDS:
         if kwargs.pop(name, None):
             raise InputError(f"{name} comes with a packed row; give such a call unpacked")
     if decoder.training and any(map(_is_reentrant, decoder.layers)):
@@ -172,20 +170,17 @@ def _refuse_what_breaks_sharing(decoder: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _is_reentrant(layer: Any) -> bool:
-    """Whether a layer is checkpointed so that only its output has gradients, not what it stores beside it."""
+    """Return whether checkpointing keeps gradients for a layer's output alone, not for what it stores."""
     options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
     return layer.gradient_checkpointing and bool(options.get("use_reentrant"))
 
 
-# Checkpointing that offloads the inputs of decoder layers or follows a plan, while it is switched off.
-
-
 @dataclass(frozen=True)
 class OwnCheckpointing:
-    """A mode of this package, as `enable_checkpointing` has put it on a decoder.
+    """A checkpointing mode of this package ("offload" or a plan), to restore after it was switched off.
 
     Args:
-        functions: by which its layers are checkpointed; None for one that is not.
+        functions: the checkpoint function of each layer, or None.
         plan: the decoder's `recompute_plan`.
     """
 
@@ -193,8 +188,8 @@ class OwnCheckpointing:
     plan: Any
 
     @classmethod
-    def of(cls, decoder: Any) -> "OwnCheckpointing | None":
-        """That of a decoder whose layers run so now, or None."""
+    def from_decoder(cls, decoder: Any) -> "OwnCheckpointing | None":
+        """Read the mode in which a decoder's layers run now, or return None."""
         functions = tuple(
             layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
             for layer in decoder.layers
@@ -203,7 +198,7 @@ class OwnCheckpointing:
         return cls(functions, decoder.recompute_plan) if is_own else None
 
     def restore(self, decoder: Any) -> None:
-        """Let the layers run so again."""
+        """Let the layers run in this mode again."""
         decoder.recompute_plan = self.plan
         for layer, function in zip(decoder.layers, self.functions, strict=True):
             layer.gradient_checkpointing = function is not None
@@ -211,22 +206,18 @@ class OwnCheckpointing:
                 layer._gradient_checkpointing_func = function
 
 
-# Input embeddings of which a few rows are trained (PEFT's `trainable_token_indices`).
-#
-# PEFT copies the whole matrix at every call to put the trained rows into it, and its gradient is as large.
-# Here
-# the frozen rows are looked up as they are, and the trained ones in their own small matrix.
-
 _UNTRAINED = -1
 
 
 class FastTrainedTokens(nn.Module):
-    """Takes the place of the class of a `TrainableTokensWrapper` around input embeddings.
+    """Replaces the class of a `TrainableTokensWrapper` around input embeddings.
 
-    Calls that differ from PEFT's plain one go through PEFT's own forward.
+    PEFT copies the whole matrix at every call to put the trained rows into it, and its gradient is as large.
+    Here frozen rows are looked up as they are, and trained ones in their own small matrix. Calls other than
+    PEFT's plain one go through PEFT's forward.
 
     Args:
-        places: for the tokens that `placed` lists, the row of each in the trained matrix, `[V]`.
+        places: `[V]`, the row of each token in the trained matrix, for the tokens in `placed`; else -1.
     """
 
     token_adapter: Any
@@ -236,14 +227,14 @@ class FastTrainedTokens(nn.Module):
 
     @no_compile
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`[..., C]` for token ids `[...]`."""
+        """Return `[..., C]` for token ids `[...]`."""
         if args or kwargs or not self._runs_fused():
             return super().forward(x, *args, **kwargs)
         layer = self.token_adapter
         (name,) = layer.active_adapters
         embeddings: Tensor = layer.base_layer(x)
         trained = layer.trainable_tokens_delta[name].to(layer.base_layer.weight.dtype)
-        place = self._places_of(layer.token_indices[name], x.device)[x]
+        place = self._find_places(layer.token_indices[name], x.device)[x]
         rows = F.embedding(place.clamp(min=0), trained)
         if (scale := layer._get_embed_scale()) is not None:
             rows = rows * scale.to(rows.dtype)
@@ -260,7 +251,7 @@ class FastTrainedTokens(nn.Module):
         is_plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
         return is_plain and base.padding_idx not in layer.token_indices[names[0]]
 
-    def _places_of(self, tokens: list[int], device: torch.device) -> Tensor:
+    def _find_places(self, tokens: list[int], device: torch.device) -> Tensor:
         if self.placed != tuple(tokens) or self.places.device != device:
             places = torch.full((self.token_adapter.base_layer.num_embeddings,), _UNTRAINED)
             places[torch.tensor(tokens)] = torch.arange(len(tokens))
@@ -269,5 +260,5 @@ class FastTrainedTokens(nn.Module):
 
 
 def trains_tokens(embeddings: nn.Module) -> bool:
-    """Whether PEFT trains a few rows of input embeddings."""
+    """Return whether PEFT trains a few rows of input embeddings."""
     return isinstance(embeddings, TrainableTokensWrapper)

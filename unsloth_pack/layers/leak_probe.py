@@ -1,8 +1,8 @@
-"""The leak probe: does one document of a packed row reach another?
+"""Probe whether one document of a packed row reaches another.
 
-`checks` probes whole models with it. A patched decoder probes itself before its first packed row in training,
-under any trainer. Training does not notice the probe: it runs no hook, accumulates no gradient, draws no
-random number, and recomputes and captures nothing.
+`verification` probes whole models with it. A patched decoder probes itself before its first packed row in
+training, under any trainer. Training does not notice: the probe runs no hook, accumulates no gradient, draws
+no random number, and recomputes and captures nothing.
 
 Shapes: T tokens of a row or L of a document, C channels.
 """
@@ -23,36 +23,32 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from unsloth_pack.cuda_graphs.protocols import DecoderOutput, PackedDecoder
 from unsloth_pack.errors import LeakFound
-from unsloth_pack.layers.layer import own_embeddings
+from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.modules.hooks import HOOKS
 from unsloth_pack.modules.sharding import sharded_by
 from unsloth_pack.modules.walk import Walkable
 from unsloth_pack.packed_row.row import PackedRow
 
-# Passes through a model that training does not notice.
-#
-# They accumulate no gradient, run no hook, and draw no random number that a step would have drawn.
-
 
 @contextmanager
 def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool = False) -> Iterator[None]:
-    """The model in one mode and without its own looks; then everything is as it was.
+    """Put the model in one mode without its own checks, then restore everything.
 
     Args:
-        dropout: whether dropout modules are in that mode, too; else they drop nothing.
+        dropout: dropout modules are in that mode too; else they drop nothing.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    sought = {"trained_weights_sought": True, "numbers_sought": True, "boundary_labels_sought": True}
-    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **sought}
-    held = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
+    checks = ("has_checked_trained_weights", "has_checked_mask", "has_checked_boundary_labels")
+    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **dict.fromkeys(checks, True)}
+    saved = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(cuda)):
         try:
             for module, _ in modes:
                 module.training = training and (dropout or not isinstance(module, _DropoutNd))
-            for attributes, name, _ in held:
+            for attributes, name, _ in saved:
                 attributes[name] = meanwhile[name]
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -60,7 +56,7 @@ def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool 
         finally:
             for module, mode in modes:
                 module.training = mode
-            for attributes, name, value in held:
+            for attributes, name, value in saved:
                 attributes[name] = value
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -69,48 +65,47 @@ def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool 
 
 
 @contextmanager
-def without_hooks(decoder: Walkable) -> Iterator[None]:
-    """No hook of a module runs meanwhile, and no layer is recomputed."""
-    held = [
+def disable_hooks(decoder: Walkable) -> Iterator[None]:
+    """Run no hook of a module and recompute no layer meanwhile."""
+    saved = [
         (vars(module), name, vars(module)[name])
         for module in decoder.modules()
         for name in (*HOOKS, "gradient_checkpointing")
         if name in vars(module)
     ]
     try:
-        for attributes, name, _ in held:
+        for attributes, name, _ in saved:
             attributes[name] = OrderedDict() if name in HOOKS else False
         yield
     finally:
-        for attributes, name, value in held:
+        for attributes, name, value in saved:
             attributes[name] = value
 
 
-def without_cached_casts(decoder: PackedDecoder) -> torch.autocast:
-    """Autocast as it is, but what it casts meanwhile is not kept for the step that follows."""
+def discard_cached_casts(decoder: PackedDecoder) -> torch.autocast:
+    """Keep autocast as it is, but discard its casts before the step that follows."""
     kind = decoder.get_input_embeddings().weight.device.type
     return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
-def packed_forward(decoder: PackedDecoder, *args: Any, **asked: Any) -> DecoderOutput:
-    """Past transformers' recording of outputs, which would lose its hooks to `without_hooks`."""
-    return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **asked)
+def packed_forward(decoder: PackedDecoder, *args: Any, **options: Any) -> DecoderOutput:
+    """Bypass transformers' recording of outputs, whose hooks `disable_hooks` would lose."""
+    return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
 
 
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
-# Direct neighbours are in different halves in the first five documents, next but one in the others
+# Direct neighbours differ in the first five documents, every second one in the others
 _SCORED = (0, 2, 4, 7, 8)
 
 logger = logging.getLogger("unsloth_pack")
 
 
-class Probed(Protocol):
-    """A model or decoder that the probe looks at.
+class ProbeSubject(Protocol):
+    """A model or decoder to probe.
 
     Args:
-        attn_backend: the name of its attention backend, for messages.
+        attn_backend: for messages.
         vocab_size: token ids are smaller.
-        layers: the decoder layers.
     """
 
     attn_backend: str
@@ -120,17 +115,17 @@ class Probed(Protocol):
     def layers(self) -> Sequence[nn.Module]: ...
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`[L, C]` of every document in one row of all."""
+        """Return `[L, C]` of every document in one row of all."""
 
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
-        """The greatest gradient at every document's embeddings, of a loss of the scored ones in one row."""
+        """Return the greatest gradient at each document's embeddings, from a loss of the scored ones."""
 
 
-def look_for_leaks(probed: Probed) -> str | None:
-    """The loss of half of the documents is sent back to the embeddings of all, then that of the others.
+def look_for_leaks(probed: ProbeSubject) -> str | None:
+    """Send the loss of half of the documents back to the embeddings of all, then that of the other half.
 
     Returns:
-        Why that says nothing of this model, or None.
+        Why the result says nothing about this model, or None.
 
     Raises:
         LeakFound: names the documents, the attention backend, and the first layer that lets one through.
@@ -140,10 +135,10 @@ def look_for_leaks(probed: Probed) -> str | None:
     for is_scored in (True, False):
         scored = [i for i in range(len(documents)) if (i in _SCORED) == is_scored]
         reached = probed.reached_embeddings(documents, scored)
-        found = [(reached[j], j) for j in range(len(documents)) if j not in scored and reached[j] > 0]
-        if found:
-            source = max(found)[1]
-            where = leaking_layer(probed, documents, source, generator)
+        leaks = [(reached[j], j) for j in range(len(documents)) if j not in scored and reached[j] > 0]
+        if leaks:
+            source = max(leaks)[1]
+            where = find_leaking_layer(probed, documents, source, generator)
             raise LeakFound(
                 f"documents of a packed row see each other, with attention {probed.attn_backend} first "
                 f"in {where}; see `unsloth-pack verify`, or try another attn_backend"
@@ -155,15 +150,15 @@ def look_for_leaks(probed: Probed) -> str | None:
     return None
 
 
-def leaking_layer(
-    probed: Probed, documents: Sequence[Tensor], source: int, generator: torch.Generator
+def find_leaking_layer(
+    probed: ProbeSubject, documents: Sequence[Tensor], source: int, generator: torch.Generator
 ) -> str:
-    """The first decoder layer in which changing one document changes another."""
+    """Name the first decoder layer in which changing one document changes another."""
     mixed = [*documents]
-    mixed[source] = changed(documents[source], probed.vocab_size, generator)
+    mixed[source] = change_tokens(documents[source], probed.vocab_size, generator)
     runs = []
     for row in (documents, mixed):
-        with torch.no_grad(), recorded_layers(probed.layers) as outputs:
+        with torch.no_grad(), record_layers(probed.layers) as outputs:
             probed.packed_outputs(row)
         runs.append(outputs)
     ends = np.cumsum([0, *map(len, documents)]).tolist()
@@ -172,12 +167,12 @@ def leaking_layer(
         differs[ends[source] : ends[source + 1]] = False
         if differs.any():
             return f"layer {number} ({type(probed.layers[number]).__name__})"
-    return "what lies behind the layers"
+    return "a module after the layers"
 
 
 @contextmanager
-def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """A list of what the layers return meanwhile, `[T, C]` each."""
+def record_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Record the outputs of the layers, `[T, C]` each."""
     outputs: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -192,38 +187,30 @@ def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def random_documents(lengths: Sequence[int], vocab_size: int, generator: torch.Generator) -> list[Tensor]:
-    """`[L]` int64 of each length, on the CPU."""
+    """Draw `[L]` int64 of each length, on the CPU."""
     return [torch.randint(vocab_size, (length,), generator=generator, device="cpu") for length in lengths]
 
 
-def changed(document: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Another document of the same length, different at every token."""
-    return (
-        document + torch.randint(1, vocab_size, document.shape, generator=generator, device="cpu")
-    ) % vocab_size
+def change_tokens(document: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Draw another document of the same length, different at every token."""
+    steps = torch.randint(1, vocab_size, document.shape, generator=generator, device="cpu")
+    return (document + steps) % vocab_size
 
 
 def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> list[float]:
-    """The greatest magnitude in the part of every document; waits for the device."""
+    """Return the greatest magnitude in each document; waits for the device."""
     parts = gradient_TC.split([len(document) for document in documents])
     return torch.stack([part.abs().max() for part in parts]).tolist()
 
 
-# A decoder of itself
-
-
-class OwnProbe:
-    """The look that a patched decoder takes by itself; it holds one until that has passed.
-
-    Args:
-        attn_backend: of the decoder.
-    """
+class DecoderProbe:
+    """The probe of a patched decoder, which drops it once it has passed."""
 
     def __init__(self, attn_backend: str):
         self.attn_backend = attn_backend
 
     def is_due(self, decoder: PackedDecoder, row: PackedRow) -> bool:
-        """Whether this is a row in training that could leak, at a moment when the host may look."""
+        """Return whether this training row could leak, and the host may look now."""
         return (
             decoder.training
             and torch.is_grad_enabled()
@@ -233,28 +220,28 @@ class OwnProbe:
         )
 
     def look(self, decoder: PackedDecoder) -> None:
-        """`look_for_leaks` on the last hidden state; says so in the log where it cannot.
+        """Run `look_for_leaks` on the last hidden state; log why if it says nothing.
 
         Raises:
-            LeakFound: likewise.
+            LeakFound: as `look_for_leaks`.
         """
         # A forward pass would gather parameters from other processes, which may not be at this point
         why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
-            with side_effect_free_pass(decoder), without_hooks(decoder), without_cached_casts(decoder):
+            with side_effect_free_pass(decoder), disable_hooks(decoder), discard_cached_casts(decoder):
                 why_not = look_for_leaks(_Decoder(decoder, self.attn_backend))
         if why_not is not None:
             logger.warning("not probed for leaks between documents: %s", why_not)
 
-    def rehearse(self, decoder: PackedDecoder, only: Collection[int]) -> None:
-        """Go through these layers as `look` does, and look at nothing."""
+    def compile_kernels(self, decoder: PackedDecoder, only: Collection[int]) -> None:
+        """Run these layers as `look` does, without checking the result."""
         documents = random_documents(_LENGTHS, 1, torch.Generator().manual_seed(0))
-        with side_effect_free_pass(decoder), without_hooks(decoder), without_cached_casts(decoder):
+        with side_effect_free_pass(decoder), disable_hooks(decoder), discard_cached_casts(decoder):
             _Decoder(decoder, self.attn_backend, only).reached_embeddings(documents, _SCORED)
 
 
-class _Decoder(Probed):
-    """Embeddings come in and hidden states go out, so that no trained weight gets a gradient but they.
+class _Decoder(ProbeSubject):
+    """A decoder from embeddings to hidden states, so that no trained weight gets a gradient.
 
     Args:
         only: the numbers of the layers that run; None for all.
@@ -270,11 +257,11 @@ class _Decoder(Probed):
         return list(self._decoder.layers)
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self._outputs(self._embeddings(documents), documents)
+        return self._run(self._embed(documents), documents)
 
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
-        embeddings_1TC = self._embeddings(documents).requires_grad_()
-        outputs = self._outputs(embeddings_1TC, documents)
+        embeddings_1TC = self._embed(documents).requires_grad_()
+        outputs = self._run(embeddings_1TC, documents)
         weights_C = torch.randn(
             embeddings_1TC.shape[-1], generator=torch.Generator().manual_seed(0), device="cpu"
         )
@@ -282,16 +269,16 @@ class _Decoder(Probed):
         (gradient_1TC,) = torch.autograd.grad(loss.sum(), embeddings_1TC, materialize_grads=True)
         return greatest_by_document(gradient_1TC[0], documents)
 
-    def _embeddings(self, documents: Sequence[Tensor]) -> Tensor:
+    def _embed(self, documents: Sequence[Tensor]) -> Tensor:
         embedding = self._decoder.get_input_embeddings()
         with torch.no_grad():
             return embedding(torch.cat(list(documents)).to(embedding.weight.device)[None])
 
-    def _outputs(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         lengths = tuple(map(len, documents))
         row = PackedRow.of_lengths(lengths, embeddings_1TC.device)
         ids = torch.cat(list(documents)).to(embeddings_1TC.device)[None]
-        more = own_embeddings(self._decoder, ids)
-        made = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **more)
-        assert made.last_hidden_state is not None
-        return made.last_hidden_state[0].split(lengths)
+        inputs = embed_per_layer(self._decoder, ids)
+        output = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **inputs)
+        assert output.last_hidden_state is not None
+        return output.last_hidden_state[0].split(lengths)

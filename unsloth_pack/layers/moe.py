@@ -1,4 +1,4 @@
-"""The forward of routed experts that all architectures share."""
+"""Run routed experts, fused where kernels can."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,14 +34,12 @@ from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_mod
 
 
 class FastExperts(ExpertsModule):
-    """Takes the place of the class of a module of stacked experts.
+    """Replaces the class of a module of stacked experts.
 
     Args:
-        gate: how its gate and up become their product.
-        gate_module: the activation that this was read off, or None.
-        decoder_layer: the layer that holds it.
-        number: the layer's number, from 0.
-        gate_and_up_plan: of the decoder.
+        gate: how gate and up become their product.
+        gate_module: the activation from which `gate` was read, or None.
+        decoder_layer: the layer that holds it, of this `number` from 0.
     """
 
     gate: Gate
@@ -52,33 +50,35 @@ class FastExperts(ExpertsModule):
 
     @no_compile
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`[N, C]`, the weighted sum over the experts of each token.
+        """Compute `[N, C]`, the weighted sum over the experts of each token.
 
         Args:
             hidden_states: `[N, C]`.
             args: the experts of each token and their weights, `[N, k]`.
         """
         if not self.runs_fused(hidden_states, args, kwargs):
-            with _biases_summed_wide(self):
+            with _widen_biases(self):
                 return super().forward(hidden_states, *args, **kwargs)
         experts_Nk, weights_Nk = args
-        return self.fused(hidden_states, experts_Nk, weights_Nk, [])
+        return self.run_fused(hidden_states, experts_Nk, weights_Nk, [])
 
     def runs_fused(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is one autograd node, so far as the module itself allows."""
+        """Return whether a call can be one autograd node, adapters aside."""
         if kwargs or len(args) != 2 or x.dim() != 2 or args[0].dim() != 2:
             return False
         return why_experts_not_fused(self) is None and _stack(self, "gate_up_proj").dtype == computes_in(x)
 
-    def fused(self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]) -> Tensor:
-        """`forward` as one autograd node.
+    def run_fused(
+        self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]
+    ) -> Tensor:
+        """Run `forward` as one autograd node.
 
         Args:
             adapters: the wrappers of the stacks, each with one adapter in use.
         """
         by_name = {wrapper.parameter_name: adapter_of(wrapper) for wrapper in adapters}
         stacks, factors = zip(*(self._stack(name, by_name.get(name)) for name in STACKS), strict=True)
-        features = experts_Nk.shape[1] * features_of(self)
+        features = experts_Nk.shape[1] * count_gate_features(self)
         keep = keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x_NC, features)
         x = x_NC.to(stacks[0].weight.dtype)
         y = routed_experts(x, experts_Nk, weights_Nk, stacks, [*factors[0], *factors[1]], self.gate, keep)
@@ -88,20 +88,16 @@ class FastExperts(ExpertsModule):
         weight = _stack(self, name)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         bias = getattr(self, f"{name}_bias").detach() if self.has_bias else None
-        scaling = None if adapter is None else adapter.scaling
-        return Stack(weight, self.is_transposed, bias, scaling), (
-            (None, None) if adapter is None else (adapter.lora_a, adapter.lora_b)
-        )
+        if adapter is None:
+            return Stack(weight, self.is_transposed, bias, None), (None, None)
+        return Stack(weight, self.is_transposed, bias, adapter.scaling), (adapter.lora_a, adapter.lora_b)
 
 
 class FastExpertsLora(PeftStack):
-    """Takes the place of the class of a `ParamWrapper` around stacked experts.
-
-    Calls that cannot be fused go through PEFT's own forward.
-    """
+    """Replaces the class of a `ParamWrapper` around stacked experts; else PEFT's own forward runs."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """As PEFT merges.
+        """Merge as PEFT does.
 
         Raises:
             InputError: the experts are quantised: PEFT would add to a copy, and lose it.
@@ -115,7 +111,7 @@ class FastExpertsLora(PeftStack):
 
     @no_compile
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`[N, C]`, as of the experts inside."""
+        """Compute `[N, C]`, as the experts inside do."""
         base: Any = self.get_base_layer()
         wrappers = list(wrappers_of(self))
         is_fused = isinstance(base, FastExperts) and base.runs_fused(x, args, kwargs)
@@ -123,17 +119,17 @@ class FastExpertsLora(PeftStack):
             with dequantised(base):
                 return super().forward(x, *args, **kwargs)
         experts_Nk, weights_Nk = args
-        return base.fused(x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if in_use(wrapper)])
+        return base.run_fused(x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if in_use(wrapper)])
 
 
-def features_of(experts: ExpertsModule) -> int:
-    """Features of gate inside an expert."""
+def count_gate_features(experts: ExpertsModule) -> int:
+    """Count the features of gate in an expert."""
     n_joined: int = _stack(experts, "gate_up_proj").shape[2 if experts.is_transposed else 1]
     return n_joined // 2
 
 
 def why_experts_not_fused(experts: Any) -> str | None:
-    """Why stacked experts run as transformers wrote them; None where they are fused."""
+    """Return why stacked experts run as transformers wrote them, or None."""
     if any(stored_stack(experts, name) is None for name in STACKS):
         return "PEFT folds the adapter into the weights"
     if (act := getattr(experts, "act_fn", None)) is not getattr(experts, "gate_module", act):
@@ -152,20 +148,21 @@ def why_experts_not_fused(experts: Any) -> str | None:
 
 
 def why_reads_host(experts: ExpertsModule) -> str | None:
-    """Why fused experts wait for the device, so that no step can be captured; None where they do not."""
+    """Return why fused experts wait for the device, which prevents capture, or None."""
     stacks = [_stack(experts, name) for name in STACKS]
     device = next(experts.parameters()).device
     return why_not_grouped(stacks[0].dtype, device, *(size for stack in stacks for size in stack.shape[1:]))
 
 
 @contextmanager
-def _biases_summed_wide(experts: Any) -> Iterator[None]:
-    """Meanwhile biases that train in 16 bits are seen in float32.
+def _widen_biases(experts: Any) -> Iterator[None]:
+    """Show biases that train in 16 bits in float32 meanwhile.
 
-    transformers picks the bias of each token's expert. The gradient of that is a sum over all tokens of the
-    row, one after another in the type of the bias: in 16 bits it is off further the longer the row is.
+    transformers picks the bias of each token's expert. Its gradient sums over all tokens in the bias's dtype,
+    one after another, so in 16 bits the error grows with the row.
     """
-    names = [f"{name}_bias" for name in STACKS] if _adds_in_place(experts) else []
+    adds_in_place = experts.config._experts_implementation in ("grouped_mm", "batched_mm")
+    names = [f"{name}_bias" for name in STACKS] if experts.has_bias and adds_in_place else []
     trained = {name: bias for name in names if (bias := getattr(experts, name)).requires_grad}
     wide = {name: bias.float() for name, bias in trained.items() if bias.element_size() == 2}
     experts.__dict__.update(wide)  # found before the parameters
@@ -176,22 +173,16 @@ def _biases_summed_wide(experts: Any) -> Iterator[None]:
             del experts.__dict__[name]
 
 
-def _adds_in_place(experts: Any) -> bool:
-    """Whether a bias is added to the outputs in their own type."""
-    return experts.has_bias and experts.config._experts_implementation in ("grouped_mm", "batched_mm")
-
-
 def _stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack:
     stack = stored_stack(experts, name)
     assert stack is not None
     return stack
 
 
-def gate_of(experts: Any) -> Gate | None:
-    """How gate and up of stacked experts become their product; None where no kernel computes that.
+def read_gate(experts: Any) -> Gate | None:
+    """Read how gate and up of stacked experts become their product; None if no kernel computes that.
 
-    Read off the activation, and off `alpha` and `limit` where a module has these. What the module itself
-    computes of a few numbers then decides.
+    Candidates come from the activation, `alpha` and `limit`; the module's result on a few numbers decides.
     """
     if not getattr(experts, "has_gate", False):
         return None
@@ -202,10 +193,10 @@ def gate_of(experts: Any) -> Gate | None:
     numbers = torch.linspace(-farthest, farthest, 32 * 16, dtype=torch.float64, device="cpu")
     probe = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))].view(32, 16)
     with torch.no_grad():
-        wanted = experts._apply_gate(probe)
+        expected = experts._apply_gate(probe)
         for alpha, limit, offset in product(alphas, limits, (0.0, 1.0)):
             gate = Gate(activation, 1.0 if alpha is None else alpha, limit, offset, is_interleaved)
-            if torch.allclose(gate.product(*gate.halves(probe)), wanted, rtol=1e-6, atol=1e-9):
+            if torch.allclose(gate.product(*gate.halves(probe)), expected, rtol=1e-6, atol=1e-9):
                 return gate
     return None
 

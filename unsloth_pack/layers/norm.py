@@ -1,4 +1,4 @@
-"""The norm forwards that all architectures share."""
+"""Run the norms of all architectures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from unsloth_pack.modules.hooks import no_compile
 
 
 class FastRMSNorm(nn.Module):
-    """Takes the place of a transformers RMS norm's class."""
+    """Replaces the class of a transformers RMS norm."""
 
     norm_offset: float
     norm_keeps_dtype: bool
@@ -21,19 +21,20 @@ class FastRMSNorm(nn.Module):
 
     @no_compile
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., C]` normalised over the last dimension.
+        """Normalise `[..., C]` over the last dimension.
 
-        On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
+        On a GPU the result carries a `recipe`, so that a projection need not keep it beside the norm's input.
         """
         compute = self._compute
         return with_recipe(compute(hidden_states, self.weight), compute, (hidden_states, self.weight))
 
-    def of_sum(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`[..., C]` both: residual + added, and what `forward` makes of it, in one launch.
+    def add_and_norm(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return residual + added and its norm, both `[..., C]`, in one launch.
+
+        Replace the residual by the returned one: the norm's backward pass then adds the gradients of both.
 
         Args:
-            added: None where nothing is added. The residual that is returned is to be used in place of the
-                one that was given: so the gradients of both are added in the norm's backward pass.
+            added: None to add nothing.
         """
         total, normed = add_rms_norm(residual, added, self.weight, norm_eps(self), self.norm_offset)
         normed = normed.to(total.dtype) if self.norm_keeps_dtype else normed
@@ -41,7 +42,7 @@ class FastRMSNorm(nn.Module):
 
     @property
     def _compute(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The norm as a function of its input and the weight."""
+        """Return the norm as a function of its input and the weight."""
         eps, offset, keeps_dtype = norm_eps(self), self.norm_offset, self.norm_keeps_dtype
 
         def compute(x: Tensor, weight: Tensor) -> Tensor:
@@ -52,13 +53,13 @@ class FastRMSNorm(nn.Module):
 
 
 class FastLayerNorm(nn.Module):
-    """Takes the place of the class of a transformers layer norm without bias, which is written out there."""
+    """Replaces the class of a transformers layer norm without bias."""
 
     weight: nn.Parameter
 
     @no_compile
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., C]` normalised over the last dimension; computed in float32 and rounded once."""
+        """Normalise `[..., C]` over the last dimension; computed in float32 and rounded once."""
         x, dtype = hidden_states, hidden_states.dtype
         # In 16 bits torch sums a trained weight's gradient in them too
         wide = torch.promote_types(dtype, torch.float32) if self.weight.requires_grad else dtype
@@ -69,5 +70,5 @@ NORMS: dict[str, type[nn.Module]] = {"rms": FastRMSNorm, "layer": FastLayerNorm}
 
 
 def norm_eps(norm: Any) -> float:
-    """The epsilon of a transformers norm, whichever name it has there."""
+    """Return the epsilon of a transformers norm, whatever its name."""
     return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon

@@ -1,8 +1,8 @@
-"""Cosines and sines for the positions of a packed row, one table for each way its documents rotate.
+"""Compute the cosines and sines for the positions of a packed row.
 
-Positions restart in every document, so a table is as long as the longest document, not as the row. Some
-rotary types change with the length of the text (dynamic NTK; LongRoPE's short and long factors): each
-document then reads the table that it would read alone.
+Positions restart in every document, so a table is as long as the longest document. Some rotary types depend
+on the length of the text (dynamic NTK; LongRoPE's short and long factors): each document then reads the table
+that it would read alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ class RotaryTables:
         layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
         axis_of_pair: `[R/2]` int64, the axis by which each pair of dimensions turns; None with one axis.
 
-    `static_table` holds the `cos` and `sin` made last, where all documents rotate alike.
+    `static_table` holds the latest `cos` and `sin`, where all documents rotate alike.
     """
 
     def __init__(self, rotary_emb: Any, layer_type: str | None, axis_of_pair: np.ndarray | None = None):
@@ -38,19 +38,19 @@ class RotaryTables:
         self.layer_type = layer_type
         self.axis_of_pair = axis_of_pair
         self.static_table: tuple[Tensor, Tensor] | None = None
-        self._axis_of_pair_there: Tensor | None = None  # on the device
+        self._axis_on_device: Tensor | None = None  # on the device
         rope_type, parameters = rotary_emb.rope_type, rotary_emb.config.rope_parameters or {}
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
         if self.rope_type == "dynamic" and parameters.get("alpha"):
-            self.rope_type = "ntk_alpha"  # fixed: no type of its own before transformers 5.23
+            self.rope_type = "ntk_alpha"  # a static type; transformers has it from 5.23
 
     @property
     def is_static(self) -> bool:
-        """Whether documents of all lengths rotate alike."""
+        """Return whether documents of all lengths rotate alike."""
         return self.rope_type not in _REGIMES
 
     def for_row(self, row: PackedRow) -> tuple[Tensor, ...]:
-        """`cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token.
+        """Return `cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token.
 
         Where tokens have positions on several axes: `cos` and `sin` `[N, R]`, a row for each token.
 
@@ -64,7 +64,7 @@ class RotaryTables:
                     f"rope type {self.rope_type!r} depends on the length of a document, which images do not "
                     "tell; set rope_parameters to another type"
                 )
-            return self._by_axes(row, self.axis_of_pair)
+            return self._table_by_axes(row, self.axis_of_pair)
         if regime_of is None:
             return *self._static_table(int(row.positions.max()) + 1, row.device), row.position_ids
         return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
@@ -80,12 +80,12 @@ class RotaryTables:
                 self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
         return self.static_table
 
-    def _by_axes(self, row: PackedRow, axis_of_pair: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _table_by_axes(self, row: PackedRow, axis_of_pair: np.ndarray) -> tuple[Tensor, Tensor]:
         inv_freq, scaling = self._frequencies()
-        if self._axis_of_pair_there is None or self._axis_of_pair_there.device != row.device:
+        if self._axis_on_device is None or self._axis_on_device.device != row.device:
             with torch.inference_mode(False):  # it outlives the call, and CUDA graphs read it
-                self._axis_of_pair_there = row.upload(axis_of_pair)
-        angles = row.axis_ids[self._axis_of_pair_there].T.float() * inv_freq.to(row.device).float()
+                self._axis_on_device = row.upload(axis_of_pair)
+        angles = row.axis_ids[self._axis_on_device].T.float() * inv_freq.to(row.device).float()
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * scaling, angles.sin() * scaling
 
@@ -117,7 +117,7 @@ class RotaryTables:
 
 
 def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables]:
-    """One set of tables for every base that the layers of a decoder rotate with; none where none rotates."""
+    """Build one set of tables for every base that the layers of a decoder rotate with."""
     if (module := rotary_module(decoder, spec)) is None:
         return {}
     kinds = set(decoder.config.layer_types) if spec.rotary_per_layer_type else {None}
@@ -126,7 +126,7 @@ def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables
 
 
 def axes_of_pairs(rotary_emb: Any, spec: ArchSpec) -> np.ndarray | None:
-    """`[R/2]` int64: whether each pair of dimensions turns by time (0), height (1) or width (2).
+    """Return `[R/2]` int64: whether each pair of dimensions turns by time (0), height (1) or width (2).
 
     Source: Qwen2-VL (Wang et al. 2024), multimodal rotary position embedding; Qwen3-VL interleaves them.
     """
@@ -142,19 +142,19 @@ def axes_of_pairs(rotary_emb: Any, spec: ArchSpec) -> np.ndarray | None:
 
 
 def rotary_module(decoder: Any, spec: ArchSpec) -> Any:
-    """transformers' rotary module of a decoder; None where it says, or the spec, that nothing rotates."""
+    """Return transformers' rotary module of a decoder, or None if nothing rotates."""
     name = spec.name("rotary_emb")
     return getattr(decoder, name) if name else None
 
 
-def angles_twice(table: Tensor, spec: ArchSpec) -> Tensor:
-    """`[..., R]` from a table of transformers' rotary module: the R/2 cosines or sines, twice."""
+def double_angles(table: Tensor, spec: ArchSpec) -> Tensor:
+    """Bring a table of transformers' rotary module to `[..., R]`: the R/2 cosines or sines, twice."""
     if spec.angles == "twice":
         return table
     return torch.cat([table[..., ::2] if spec.angles == "side_by_side" else table] * 2, dim=-1)
 
 
-# The length that stands for all texts which rotate like one of `n` positions.
+# Maps a length to one that stands for all texts which rotate alike
 Regime = Callable[[PreTrainedConfig, Mapping[str, Any], int], int]
 _REGIMES: dict[str, Regime] = {  # rotary types not named here do not depend on the length
     "dynamic": lambda config, parameters, n: max(n, config.max_position_embeddings),
@@ -171,20 +171,15 @@ def _cos_sin(inv_freq: Tensor, scaling: float, n_positions: int) -> tuple[Tensor
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-# Queries that grow with the logarithm of their position (Llama 4, 2025; Ministral 3).
-#
-# q is multiplied by 1 + beta * log(1 + floor(position / P)), P the positions that the model was first
-# trained
-# with. So the factor is 1 before position P.
-
-
-def scaled_by_position(q: Tensor, position_ids: Tensor, config: Any) -> Tensor:
-    """q in its own dtype.
+def scale_queries(q: Tensor, position_ids: Tensor, config: Any) -> Tensor:
+    """Scale q by 1 + beta * log(1 + floor(position / P)), in its dtype; P is the length of pretraining.
 
     Args:
         q: `[N, H, D]` or `[B, H, T, D]`.
         position_ids: `[N]`, `[1, T]` or `[B, T]`.
-        config: the model's; its `rope_parameters` hold beta and P.
+        config: its `rope_parameters` hold beta and P.
+
+    Source: Llama 4 (2025); also Ministral 3.
     """
     beta = config.rope_parameters["llama_4_scaling_beta"]
     periods = torch.floor(position_ids / config.rope_parameters["original_max_position_embeddings"])

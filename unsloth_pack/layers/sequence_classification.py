@@ -1,4 +1,4 @@
-"""Sequence classification: one answer for each row, at its last token."""
+"""Classify sequences: one answer for each row, at its last token."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from unsloth_pack.modules.hooks import no_compile
 
 
 class FastSequenceClassification(nn.Module):
-    """Takes the place of a transformers class that answers by row (`LlamaForSequenceClassification`, ...)."""
+    """Replaces a transformers class that answers by row (`LlamaForSequenceClassification`, ...)."""
 
     config: PreTrainedConfig
 
@@ -25,13 +25,12 @@ class FastSequenceClassification(nn.Module):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, which takes the last token that is no `pad_token_id` for the last of a row.
+        """Answer as transformers does, at the last token of a row that is no `pad_token_id`.
 
-        Padding that the mask marks gets that id here, whatever stands there: the answer for a row is never
-        read from its padding.
+        Masked padding gets that id first, so that no answer is read from padding.
         """
         pad_token_id = self.config.get_text_config().pad_token_id
-        if pad_token_id is not None and input_ids is not None and _is_of_tokens(attention_mask, input_ids):
+        if pad_token_id is not None and input_ids is not None and _is_per_token(attention_mask, input_ids):
             input_ids = input_ids.masked_fill(attention_mask == 0, pad_token_id)
         return super().forward(
             input_ids=input_ids,
@@ -45,6 +44,6 @@ class FastSequenceClassification(nn.Module):
         )
 
 
-def _is_of_tokens(attention_mask: Any, input_ids: Tensor) -> bool:
-    """Whether a mask has one number a token; one may also come ready made for the attention."""
+def _is_per_token(attention_mask: Any, input_ids: Tensor) -> bool:
+    """Return whether a mask has one number a token, unlike masks ready for attention."""
     return isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape

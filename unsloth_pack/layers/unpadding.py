@@ -1,7 +1,7 @@
-"""Padded batches that a decoder runs as packed rows: which they are, and why others are not.
+"""Find the padded batches that a decoder runs as packed rows, and say why others keep their padding.
 
-TRL's trainers for preferences, rewards and policies, and plain SFT, hand over padded batches. What stands in
-their padding is not computed in training, nor without gradients where there is no cache.
+TRL's trainers for preferences, rewards and policies, and plain SFT, pass padded batches. Padding is not
+computed in training, nor without gradients where there is no cache.
 
 Shapes: B rows of T tokens.
 """
@@ -28,7 +28,7 @@ from unsloth_pack.packed_row.row import IGNORE_INDEX
 
 
 class Unpadding:
-    """Finds the padded batches among the calls of one decoder. Copies and pickles have seen no batch.
+    """Finds the padded batches among the calls of one decoder. Copies and pickles start empty.
 
     Args:
         why_never: why batches keep their padding, whatever they are; None where they need not.
@@ -36,13 +36,13 @@ class Unpadding:
 
     def __init__(self, why_never: str | None):
         self.why_never = why_never
-        self.kept: Counter[str] = Counter()  # batches that kept their padding, by the reason
-        self._last: tuple[_Given, PaddedBatch | None] | None = None
+        self.kept: Counter[str] = Counter()  # batches that kept their padding, by reason
+        self._last: tuple[_CallTensors, PaddedBatch | None] | None = None
 
     def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None]]:
         return Unpadding, (self.why_never,)
 
-    def batch_of(
+    def find_batch(
         self,
         decoder: Any,
         inputs: Mapping[str, Any],
@@ -51,14 +51,13 @@ class Unpadding:
         shift_labels: Any = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> PaddedBatch | None:
-        """The padded batch of a call that describes no packed row; None where it keeps its padding.
+        """Return the padded batch of a call that describes no packed row, or None if it keeps its padding.
 
-        Waits once for numbers on a device: not where the batch is known, or is that of the call before, as
-        where a trainer asks for the log-probabilities of a reference model.
+        Waits once for numbers on a device, unless the batch is known or equals that of the call before, as
+        where a trainer asks a reference model for log-probabilities.
 
         Args:
-            decoder: a `FastDecoder`.
-            inputs: its named arguments.
+            inputs: the decoder's named arguments.
             known: the batch, where the host has described it.
             labels, shift_labels, ignore_index: of the loss that the model around the decoder computes.
 
@@ -73,26 +72,26 @@ class Unpadding:
         tokens = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
         if known is not None:
             return known.on(tokens.device)
-        given = _Given(inputs, labels, shift_labels, ignore_index)
-        if not given.labels_fit:
+        tensors = _CallTensors(inputs, labels, shift_labels, ignore_index)
+        if not tensors.labels_fit:
             return None
-        if self._last is not None and given.is_as(self._last[0]):
+        if self._last is not None and tensors.is_same_as(self._last[0]):
             return self._last[1]
-        batch = self._described(decoder, given, tokens.device)
-        # An index tensor that is made in inference mode cannot be saved for a later backward pass
-        self._last = None if torch.is_inference_mode_enabled() else (given, batch)
+        batch = self._describe(decoder, tensors, tokens.device)
+        # An index tensor from inference mode cannot be saved for a later backward pass
+        self._last = None if torch.is_inference_mode_enabled() else (tensors, batch)
         return batch
 
-    def _described(self, decoder: Any, given: "_Given", device: torch.device) -> PaddedBatch | None:
-        mask_BT, positions_BT, has_labels = given.on_host()
-        if positions_BT is None:  # which would tell the documents apart
+    def _describe(self, decoder: Any, tensors: "_CallTensors", device: torch.device) -> PaddedBatch | None:
+        mask_BT, positions_BT, has_labels = tensors.copy_to_host()
+        if positions_BT is None:  # nothing else tells the documents apart
             refuse_document_ids(torch.from_numpy(mask_BT))
         real_BT = mask_BT == 1
         if not (real_BT | (mask_BT == 0)).all():
             return None
         if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
             return None  # several documents a row, or an error: `describe_row` tells
-        if (why := _why_kept(decoder, real_BT, has_labels, given.has_ids)) is not None:
+        if (why := _why_keep_padding(decoder, real_BT, has_labels, tensors.has_ids)) is not None:
             self.kept[why] += 1
             return None
         by_length = not all(tables.is_static for tables in decoder.rotary_tables.values())
@@ -100,7 +99,7 @@ class Unpadding:
 
 
 def _may_be_unpadded(decoder: Any, inputs: Mapping[str, Any]) -> bool:
-    """What can be told without looking at a number."""
+    """Return whether a batch may be unpadded, judged without reading a number."""
     mask, positions, ids = (inputs[name] for name in ("attention_mask", "position_ids", "input_ids"))
     if inputs["past_key_values"] is not None or _wants_cache(decoder, inputs["use_cache"]):
         return False
@@ -116,18 +115,18 @@ def _may_be_unpadded(decoder: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def _wants_cache(decoder: Any, use_cache: bool | None) -> bool:
-    """Whether the caller gets a cache; of a training step only where it asks for one."""
+    """Return whether the caller gets a cache; a training step does only if it asks."""
     if use_cache is None:
         is_step = decoder.training and torch.is_grad_enabled()
         return not is_step and bool(getattr(decoder.config, "use_cache", False))
     return bool(use_cache)
 
 
-def _holds_whole_numbers(given: Any) -> bool:
-    return isinstance(given, Tensor) and not given.is_floating_point() and not given.is_complex()
+def _holds_whole_numbers(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
 
 
-def _why_kept(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_ids: bool) -> str | None:
+def _why_keep_padding(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_ids: bool) -> str | None:
     if not real_BT.any():
         return "the attention mask keeps no token"
     if not is_one_run_a_row(real_BT):
@@ -140,7 +139,7 @@ def _why_kept(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_ids: bool
     return None
 
 
-class _Given:
+class _CallTensors:
     """The tensors of a call that say what is padding, and what a loss reads of it."""
 
     def __init__(self, inputs: Mapping[str, Any], labels: Any, shift_labels: Any, ignore_index: int):
@@ -149,25 +148,25 @@ class _Given:
         self._positions: Tensor | None = inputs["position_ids"]
         self._labels = tuple(x if isinstance(x, Tensor) else None for x in (labels, shift_labels))
         self._ignore_index = ignore_index
-        held = [x for x in (self._mask, self._positions, *self._labels) if x is not None]
-        self._versions = [None if x.is_inference() else x._version for x in held]
+        present = [x for x in (self._mask, self._positions, *self._labels) if x is not None]
+        self._versions = [None if x.is_inference() else x._version for x in present]
 
     @property
     def labels_fit(self) -> bool:
-        """Whether there is one label a token, if any."""
+        """Return whether there is one label a token, if any."""
         return all(x is None or x.shape == self._mask.shape for x in self._labels)
 
-    def is_as(self, other: "_Given") -> bool:
-        """Whether these are the same tensors, unchanged."""
+    def is_same_as(self, other: "_CallTensors") -> bool:
+        """Return whether these are the same tensors, unchanged."""
         is_same = self._identity() == other._identity() and self._versions == other._versions
         return is_same and None not in self._versions
 
     def _identity(self) -> tuple[Any, ...]:
-        tensors = (self._mask, self._positions, *self._labels)  # alive, so that no id comes again
+        tensors = (self._mask, self._positions, *self._labels)  # they are alive, so ids are unique
         return *map(id, tensors), self._ignore_index, self.has_ids
 
-    def on_host(self) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """The mask `[B, T]`, the positions `[B, T]`, and whether a loss reads padding, in one transfer."""
+    def copy_to_host(self) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Return in one transfer the mask and positions `[B, T]`, and whether a loss reads padding."""
         mask, real = self._mask, self._mask != 0
         flags = [
             padding_has_labels(labels, real, self._ignore_index, is_shifted)
@@ -176,7 +175,7 @@ class _Given:
         ]
         positions = [] if self._positions is None else [self._positions.expand_as(mask)]
         parts = [part.to(mask.device, torch.int64).reshape(-1) for part in (mask, *positions, *flags)]
-        on_host = HostCopy(torch.cat(parts)).read().cpu().split([part.numel() for part in parts])
-        by_token = [numbers.reshape(mask.shape).numpy() for numbers in on_host[: 1 + len(positions)]]
-        has_labels = any(bool(flag) for flag in on_host[len(by_token) :])
+        copies = HostCopy(torch.cat(parts)).read().cpu().split([part.numel() for part in parts])
+        by_token = [numbers.reshape(mask.shape).numpy() for numbers in copies[: 1 + len(positions)]]
+        has_labels = any(bool(flag) for flag in copies[len(by_token) :])
         return by_token[0], by_token[1] if positions else None, has_labels

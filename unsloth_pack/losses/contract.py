@@ -1,11 +1,9 @@
-"""What a loss is: it gets the head, the labels and the hidden states of a step, never logits of all tokens.
+"""Define what a loss gets: the head, the labels and the hidden states of a step, never all logits.
 
     labelled = LabelledHead(head, labels)           before the decoder runs
     hidden   = decoder(...)
     scores   = labelled.scores(hidden, ...)         log-probability, entropy, ... of every label
     loss     = labelled.cross_entropy(hidden, ...)  or their sum, for less memory
-
-Cross-entropy is one user of it; distillation and preference losses are others.
 
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
@@ -29,7 +27,7 @@ class Head:
     """A language-model head: z = (W x + b) / divisor, or softcap * tanh(z / softcap) with a softcap.
 
     Args:
-        module: what makes W x + b; it may be a wrapper of PEFT's.
+        module: computes W x + b; it may be a wrapper of PEFT's.
         weight: W `[V, C]`.
         bias: b `[V]`, or None.
         extra: what an adapter or trained tokens change in W x + b, for x `[..., C]`; None without them.
@@ -43,16 +41,16 @@ class Head:
     extra: Callable[[Tensor], ExtraLogits] | None = None
 
     def at_temperature(self, temperature: float) -> "Head":
-        """The head whose logits are divided by `temperature`."""
+        """Return the head whose logits are divided by `temperature`."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return replace(self, divisor=self.divisor * temperature, softcap=softcap)
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
-        """`[B, T, V]`, as transformers computes them."""
+        """Compute `[B, T, V]` as transformers does."""
         return self.scaled(self.module(hidden_BTC.to(self.weight.dtype)))
 
     def scaled(self, logits_BTV: Tensor) -> Tensor:
-        """What the linear layer has made, divided and capped."""
+        """Divide and cap the output of the linear layer."""
         if self.divisor != 1:
             logits_BTV = logits_BTV / self.divisor
         return logits_BTV if self.softcap is None else (logits_BTV / self.softcap).tanh() * self.softcap
@@ -61,13 +59,13 @@ class Head:
 class LabelledHead:
     """The head of one step with the labels of its row.
 
-    Made before the decoder runs: how many tokens have a label is asked of the device then, and read when a
-    loss needs it, see `LabelledRows`.
+    Build it before the decoder runs: it then asks the device how many tokens have a label, and a loss reads
+    the answer later, see `LabelledRows`.
 
     Args:
-        labels: `[B, T]`, shifted already: a token's label is that of the token after it. No label stands
-            where none may be seen.
-        ignore_index: what stands for no label.
+        labels: `[B, T]`, shifted: a token's label is that of the token after it. No label stands where none
+            may be seen.
+        ignore_index: marks tokens without a label.
     """
 
     def __init__(self, head: Head, labels: Tensor, ignore_index: int = IGNORE_INDEX):
@@ -77,27 +75,22 @@ class LabelledHead:
         self._labelled = LabelledRows(labels, ignore_index)
 
     def scores(self, hidden_BTC: Tensor, fields: Collection[Field] = ()) -> TokenScores:
-        """`[B, T]` of each label: its log-probability, differentiable, and what `fields` name."""
-        hidden, options = self._prepared(hidden_BTC)
+        """Score each label, `[B, T]`: its log-probability, differentiable, and what `fields` name."""
+        hidden, options = self._prepare(hidden_BTC)
         return token_scores(hidden, self.head.weight, self._labelled, **options, fields=fields)
 
     def cross_entropy(self, hidden_BTC: Tensor, num_items: Tensor | float | None) -> Tensor:
-        """The sum of minus the log-probabilities, over `num_items` or else over the number of labels."""
-        hidden, options = self._prepared(hidden_BTC)
+        """Sum minus the log-probabilities, over `num_items` or else over the number of labels."""
+        hidden, options = self._prepare(hidden_BTC)
         return linear_cross_entropy(hidden, self.head.weight, self._labelled, **options, num_items=num_items)
 
-    def _prepared(self, hidden_BTC: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def _prepare(self, hidden_BTC: Tensor) -> tuple[Tensor, dict[str, Any]]:
         head = self.head
         hidden_BTC = hidden_BTC.to(head.weight.device)
         if not torch.is_autocast_enabled(hidden_BTC.device.type):
             hidden_BTC = hidden_BTC.to(head.weight.dtype)  # a trained head may be float32
-        extra = None if head.extra is None else head.extra(hidden_BTC)
-        return hidden_BTC, {
-            "bias": head.bias,
-            "softcap": head.softcap,
-            "scale": 1 / head.divisor,
-            "extra": extra,
-        }
+        options = {"bias": head.bias, "softcap": head.softcap, "scale": 1 / head.divisor}
+        return hidden_BTC, options | {"extra": None if head.extra is None else head.extra(hidden_BTC)}
 
 
 class Loss(Protocol):
@@ -110,12 +103,12 @@ class Loss(Protocol):
         row: PackedRow | None,
         num_items: Tensor | float | None,
     ) -> Tensor:
-        """The loss, a number.
+        """Compute the loss, a number.
 
         Args:
             labelled: the head and the labels.
             hidden_BTC: the decoder's last hidden state.
             row: which tokens form a document; None for an ordinary batch.
-            num_items: labels of the whole update, where a trainer has counted them.
+            num_items: labels of the whole update, if a trainer has counted them.
         """
         ...

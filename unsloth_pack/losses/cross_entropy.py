@@ -1,4 +1,4 @@
-"""The loss of a training step, computed with the language-model head instead of from its logits.
+"""Compute the loss of a training step with the language-model head instead of from its logits.
 
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
@@ -19,14 +19,14 @@ from unsloth_pack.packed_row.row import PackedRow
 def cross_entropy(
     labelled: LabelledHead, hidden_BTC: Tensor, row: PackedRow | None, num_items: Tensor | float | None
 ) -> Tensor:
-    """The mean over labels, or their sum over `num_items`: a `Loss`."""
+    """Average over labels, or sum and divide by `num_items`: a `Loss`."""
     return labelled.cross_entropy(hidden_BTC, num_items)
 
 
 def loss_output(
     loss: Tensor, head: Head, decoded: Any, watch_logits: Callable[[Tensor], None]
 ) -> "LossOutput":
-    """A model's output for that of its decoder, with a loss and without logits.
+    """Build a model's output with a loss and without logits.
 
     Args:
         decoded: the decoder's output.
@@ -43,10 +43,10 @@ def loss_output(
         watch_logits(logits_BTV)
         return logits_BTV
 
-    unmade: Any = _Unmade(make_logits)
+    lazy: Any = _LazyLogits(make_logits)
     return LossOutput(
         loss=loss,
-        logits=unmade,
+        logits=lazy,
         past_key_values=decoded.past_key_values,
         hidden_states=decoded.hidden_states,
         attentions=decoded.attentions,
@@ -54,26 +54,26 @@ def loss_output(
 
 
 @dataclass(frozen=True)
-class _Unmade:
-    """Stands in an output for logits that nobody has asked for."""
+class _LazyLogits:
+    """The placeholder in an output for logits that nobody has asked for."""
 
     make: Callable[[], Tensor]
 
 
 @dataclass
 class LossOutput(MoeCausalLMOutputWithPast):
-    """A model's output whose `logits` are computed when they are first asked for: most steps never do.
+    """A model's output whose `logits` are computed at the first request: most steps never ask.
 
     They are there by name, key and place, as transformers' are. `values()` and `items()`, by which wrappers
-    rebuild an output, hand on what stands for them.
+    rebuild an output, pass on the placeholder.
     """
 
     @property  # type: ignore[misc]  # in place of a field
     def logits(self) -> Tensor | None:
-        held = self.__dict__.get("logits")
-        if isinstance(held, _Unmade):
-            held = self.logits = held.make()
-        return held
+        logits = self.__dict__.get("logits")
+        if isinstance(logits, _LazyLogits):
+            logits = self.logits = logits.make()
+        return logits
 
     @logits.setter
     def logits(self, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether a loss can be computed with a model's head, and what that head does."""
+"""Decide whether a loss can be computed with a model's head, and read that head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,24 +22,24 @@ from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module, is_managed_by_fsdp
 
 
-def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
-    """The head of a causal language model for which `why_head_not_fused` finds nothing.
+def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
+    """Read the head of a causal language model for which `why_head_not_fused` returns None.
 
     Args:
-        is_wrapper: whether the model is one around a text model, as of vision and language. transformers
-            does not divide the logits there, and caps them only where the spec says so.
+        is_wrapper: the model wraps a text model, as of vision and language. There transformers does not
+            divide the logits, and caps them only where the spec says so.
     """
     module: Any = model.get_output_embeddings()
-    linear, extra = _parts_of(module)
+    linear, extra = _unwrap(module)
     config = model.config.get_text_config()
-    softcap, divisor = spec.softcap_of_logits(config), spec.divisor_of_logits(config)
+    softcap, divisor = spec.read_logit_softcap(config), spec.read_logit_divisor(config)
     if is_wrapper:
         softcap, divisor = softcap if spec.wrapper_has_softcap else None, 1.0
     return Head(module, linear.weight, linear.bias, divisor, softcap, extra)
 
 
-def outputs_of_head(model: Any) -> int | None:
-    """How many logits the head makes for a token; None where some wrapper hides it."""
+def count_head_outputs(model: Any) -> int | None:
+    """Return how many logits the head computes for a token, or None if a wrapper hides it."""
     head = model.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):
         # From a tied head PEFT 0.21 makes a layer whose in_features and out_features are exchanged
@@ -50,11 +50,11 @@ def outputs_of_head(model: Any) -> int | None:
 
 
 def why_head_not_fused(model: Any) -> str | None:
-    """Why a model's head must make logits, or None."""
+    """Return why a model's head must compute logits, or None."""
     head = model.get_output_embeddings()
     if is_managed_by_fsdp(head):  # FSDP looks for tensors in every field of an output
         return "FSDP shards the head"
-    linear, _ = _parts_of(head)
+    linear, _ = _unwrap(head)
     if linear is not head and (why := _why_wrapper_not_fused(head)) is not None:
         return why
     if type(linear) is not nn.Linear:  # quantised, or wrapped in another way
@@ -66,11 +66,11 @@ def why_head_not_fused(model: Any) -> str | None:
     return None
 
 
-def refuse_passed_over(model: Any, why_not: str) -> None:
-    """Refuse a head whose adapter TRL's own loss would leave out without a word: it reads the weight alone.
+def refuse_ignored_adapter(model: Any, why_not: str) -> None:
+    """Refuse a head with an adapter that TRL's own loss would ignore: it reads the weight alone.
 
     Args:
-        why_not: why only TRL's own can answer.
+        why_not: why only TRL's own loss can answer.
 
     Raises:
         InputError: the head has an adapter in use.
@@ -85,7 +85,7 @@ def refuse_passed_over(model: Any, why_not: str) -> None:
 
 
 def why_loss_not_fused(model: Any) -> str | None:
-    """Why a causal language model's own loss must come from its logits, or None."""
+    """Return why a causal language model's own loss must come from its logits, or None."""
     if (why := why_head_not_fused(model)) is not None:
         return why
     if has_own_loss(model):
@@ -94,15 +94,12 @@ def why_loss_not_fused(model: Any) -> str | None:
 
 
 def has_own_loss(model: Any) -> bool:
-    """Whether a model computes another loss than the causal language models of transformers."""
+    """Return whether a model computes another loss than transformers' causal language models."""
     return model.loss_function is not ForCausalLMLoss
 
 
-# What PEFT puts around a head
-
-
-def _parts_of(head: Any) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
-    """The linear layer inside, and what is added to its outputs or replaces them."""
+def _unwrap(head: Any) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
+    """Return the linear layer inside PEFT's wrapper, and what is added to its outputs or replaces them."""
     if isinstance(head, ModulesToSaveWrapper):
         is_off = head.disable_adapters or not head.active_adapters
         return (head.original_module if is_off else head.modules_to_save[head.active_adapters[0]]), None
@@ -110,10 +107,10 @@ def _parts_of(head: Any) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
         head = head.token_adapter
     if isinstance(head, TrainableTokensLayer):
         names = [] if head.disable_adapters or head.merged else head.active_adapters
-        return head.base_layer, partial(_of_trained_tokens, head, names) if names else None
+        return head.base_layer, partial(_trained_token_logits, head, names) if names else None
     if isinstance(head, LoraLinear):
         is_off = head.disable_adapters or head.merged
-        return head.base_layer, None if is_off else partial(_of_lora, head)
+        return head.base_layer, None if is_off else partial(_lora_logits, head)
     return head, None
 
 
@@ -122,11 +119,13 @@ def _why_wrapper_not_fused(head: Any) -> str | None:
         return None
     if isinstance(head, TrainableTokensWrapper | TrainableTokensLayer):
         layer = head.token_adapter if isinstance(head, TrainableTokensWrapper) else head
-        if layer.base_layer.bias is not None:  # which PEFT passes over
+        if layer.base_layer.bias is not None:  # PEFT ignores it
             return "tokens of a head with a bias are trained"
         return "several adapters train tokens of the head" if len(layer.active_adapters) > 1 else None
-    why = None if head.disable_adapters or head.merged else why_not_fused(head)
-    if why is None and not (head.disable_adapters or head.merged):
+    if head.disable_adapters or head.merged:
+        return None
+    why = why_not_fused(head)
+    if why is None:
         (name,) = head.active_adapters
         if getattr(head.lora_dropout[name], "p", 0):
             why = "LoRA dropout"
@@ -135,7 +134,7 @@ def _why_wrapper_not_fused(head: Any) -> str | None:
     return None if why is None else f"the head has an adapter: {why}"
 
 
-def _of_trained_tokens(layer: Any, names: list[str], x: Tensor) -> ExtraLogits:
+def _trained_token_logits(layer: Any, names: list[str], x: Tensor) -> ExtraLogits:
     (name,) = names
     outputs = torch.tensor(layer.token_indices[name])
     if x.is_cuda:  # from pinned memory, so that nothing waits
@@ -144,7 +143,7 @@ def _of_trained_tokens(layer: Any, names: list[str], x: Tensor) -> ExtraLogits:
     return ExtraLogits(F.linear(x, trained), outputs=outputs)
 
 
-def _of_lora(layer: Any, x: Tensor) -> ExtraLogits:
+def _lora_logits(layer: Any, x: Tensor) -> ExtraLogits:
     (name,) = layer.active_adapters
     lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
     dtype = layer.base_layer.weight.dtype

@@ -1,6 +1,6 @@
-"""TRL's trainers ask a model for scores of tokens instead of logits; a patched model answers with its kernel.
+"""Answer TRL's trainers, which ask a model for scores of tokens instead of logits.
 
-A trainer calls `add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)`, which puts a `forward`
+A trainer calls `add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)`, which sets a `forward`
 on the model that runs the decoder by itself and scores the tokens in chunks. Its calls read
 
     model(..., labels=labels, fused_lm_head=True) -> log_probs, entropy, is_top1, ... of every token
@@ -21,7 +21,7 @@ from unsloth_pack.kernels import TokenScores
 from unsloth_pack.kernels.reference import Field
 from unsloth_pack.losses.contract import LabelledHead
 
-_HOME = "trl.trainer.utils"
+_TRL_MODULE = "trl.trainer.utils"
 _FIELDS: dict[str, Field] = {  # TRL's names to the kernel's
     "entropy": "entropy",
     "is_top1": "is_top1",
@@ -32,12 +32,12 @@ _FIELDS: dict[str, Field] = {  # TRL's names to the kernel's
 
 @dataclass(frozen=True)
 class TrlHead:
-    """What a trainer has asked for by `add_fused_lm_head`.
+    """A trainer's request by `add_fused_lm_head`.
 
     Args:
         forward: TRL's own, bound to the model.
-        temperature: by which logits are divided.
-        fields: the scores that are wanted beside the log-probability, by TRL's names.
+        temperature: divides the logits.
+        fields: the requested scores beside the log-probability, by TRL's names.
         why_not: why only TRL's forward can answer, or None.
     """
 
@@ -47,27 +47,27 @@ class TrlHead:
     why_not: str | None
 
     @classmethod
-    def of(cls, forward: Any) -> "TrlHead | None":
-        """The settings of a forward that `add_fused_lm_head` has made; None of any other."""
+    def from_forward(cls, forward: Any) -> "TrlHead | None":
+        """Read the settings of a forward that `add_fused_lm_head` made; return None for any other."""
         function = getattr(forward, "__func__", None)
-        if function is None or getattr(function, "__globals__", {}).get("__name__") != _HOME:
+        if function is None or getattr(function, "__globals__", {}).get("__name__") != _TRL_MODULE:
             return None
         settings = inspect.getclosurevars(function).nonlocals
         try:
             temperature, outputs = settings["temperature"], settings["outputs"]
             in_float32 = settings["cast_lm_head_to_fp32"]
         except KeyError as missing:
-            return cls(forward, 1.0, (), f"this TRL does not tell its {missing}")
+            return cls(forward, 1.0, (), f"this TRL has no setting {missing}")
         fields = tuple(name for name in outputs if name != "log_probs")
         if unknown := set(fields) - _FIELDS.keys():
             return cls(forward, temperature, fields, f"this TRL asks for {', '.join(sorted(unknown))}")
         return cls(forward, temperature, fields, "the head computes in float32" if in_float32 else None)
 
-    def scored(self, labelled: LabelledHead, hidden_BTC: Tensor) -> TokenScores:
-        """`[B, T]` of every score that the trainer wants."""
+    def score(self, labelled: LabelledHead, hidden_BTC: Tensor) -> TokenScores:
+        """Return `[B, T]` of every requested score."""
         return labelled.scores(hidden_BTC, [_FIELDS[name] for name in self.fields])
 
-    def output(
+    def build_output(
         self,
         scores: TokenScores,
         mask: Tensor,
@@ -75,38 +75,38 @@ class TrlHead:
         aux_loss: Tensor | None,
         aux_weight: float,
     ) -> Any:
-        """TRL's output of these scores.
+        """Build TRL's output from these scores.
 
         Args:
             scores: `[B, T']`, T - 1 where TRL has not shifted the labels by itself.
             mask: `[B, T']`, which tokens have a label.
-            num_items: the loss is the sum over these, where given, instead of over the labels.
+            num_items: divides the loss, in place of the number of labels; or None.
             aux_loss: of routed experts, weighted by `aux_weight` in the loss.
         """
         divisor: Any = mask.sum().clamp(min=1) if num_items is None else num_items
         loss: Tensor = -scores.log_prob.sum() / divisor
         if aux_loss is not None:
             loss = loss + aux_weight * aux_loss
-        made = self.forward.__func__.__globals__["FusedCausalLMOutput"]
+        output_class = self.forward.__func__.__globals__["FusedCausalLMOutput"]
         named = {name: getattr(scores, _FIELDS[name]) for name in self.fields}
-        return made(loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named)
+        return output_class(loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named)
 
 
 def load_balancing_loss(
     router_logits: Any, text_config: Any, token_mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The auxiliary loss of routed experts, as transformers computes it for every family of them.
+    """Compute the auxiliary loss of routed experts as transformers does for every family.
 
     Args:
         router_logits: of every layer with experts, `[tokens, experts]` each.
-        token_mask: `[B, T]`, 0 on padding; None where there is none.
+        token_mask: `[B, T]`, 0 on padding; None without padding.
     """
     n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
     loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)
     return torch.as_tensor(loss, device=device)  # transformers gives 0 for no layers
 
 
-def cut(scores: TokenScores, n_tokens: int) -> TokenScores:
-    """The scores of the first `n_tokens` of every row."""
+def first_tokens(scores: TokenScores, n_tokens: int) -> TokenScores:
+    """Return the scores of the first `n_tokens` of every row."""
     log_prob, *others = scores
     return TokenScores(log_prob[:, :n_tokens], *(None if x is None else x[:, :n_tokens] for x in others))

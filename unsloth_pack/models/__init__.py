@@ -1,4 +1,4 @@
-"""The architectures that can be patched, as data: a file for each family."""
+"""List the architectures that can be patched, as data: a file for each family."""
 
 from difflib import get_close_matches
 
@@ -25,17 +25,17 @@ _VISION = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, Visio
 
 
 def vision_spec_for(model_type: str) -> VisionSpec | None:
-    """How the images of a model of vision and language are packed; None where they are not."""
+    """Return how the images of a model of vision and language are packed, or None if they are not."""
     return _VISION.get(model_type)
 
 
 def supported_architectures() -> dict[str, ArchSpec]:
-    """Every causal language model that can be patched, by `config.model_type`."""
+    """Return every causal language model that can be patched, by `config.model_type`."""
     return {name: spec for name, spec in _SPECS.items() if spec.stands_alone}
 
 
 def arch_spec_for(model_type: str) -> ArchSpec:
-    """The declared differences of one architecture, a text model inside another included.
+    """Return the declared differences of an architecture, or of a text model inside another.
 
     Raises:
         UnsupportedArchitecture: none is declared for `model_type`, or its packed rows leak.

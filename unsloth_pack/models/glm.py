@@ -1,33 +1,21 @@
 from unsloth_pack.models.spec import ArchSpec
 
 GLM4 = ArchSpec(
-    "glm4",
-    names={"act_fn": "activation_fn"},
-    rotary="pairs",
+    "glm4", names={"act_fn": "activation_fn"}, rotary="pairs",
     tiny=dict(
-        head_dim=32,
-        attention_bias=True,
+        head_dim=32, attention_bias=True,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
-)
+)  # fmt: skip
 
 GLM4_MOE = ArchSpec(
-    "glm4_moe",
-    qk_norm="head",
+    "glm4_moe", qk_norm="head",
     tiny=dict(
-        head_dim=32,
-        use_qk_norm=True,
-        attention_bias=True,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=48,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
+        head_dim=32, use_qk_norm=True, attention_bias=True, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, moe_intermediate_size=48, first_k_dense_replace=1, n_group=2, topk_group=1,
         routed_scaling_factor=1.5,
     ),
-)
+)  # fmt: skip
 
 GLM4_MOE_LITE = ArchSpec(
     "glm4_moe_lite",

@@ -15,37 +15,21 @@ GRANITEMOEHYBRID = ArchSpec(
     embedding_multiplier="embedding_multiplier",
     logit_divisor="logits_scaling",
     tiny=dict(
-        layer_types=["linear_attention", "full_attention"],
-        embedding_multiplier=3.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.4,
-        logits_scaling=2.0,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=48,
-        position_embedding_type=None,
-        mamba_n_heads=8,
-        mamba_n_groups=2,
-        mamba_d_state=16,
-        mamba_d_head=16,
-        mamba_chunk_size=32,
+        layer_types=["linear_attention", "full_attention"], embedding_multiplier=3.0,
+        attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0, num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=48, position_embedding_type=None, mamba_n_heads=8,
+        mamba_n_groups=2, mamba_d_state=16, mamba_d_head=16, mamba_chunk_size=32,
     ),
-)
+)  # fmt: skip
 
 BAMBA = ArchSpec(
-    "bamba",
-    mixers={"linear_attention": "mamba2"},
-    names={"norm": "final_layernorm", "mlp": "feed_forward"},
+    "bamba", mixers={"linear_attention": "mamba2"}, names={"norm": "final_layernorm", "mlp": "feed_forward"},
     projections=("in_proj", "out_proj"),
     tiny=dict(
-        attn_layer_indices=[1],
-        mamba_n_heads=8,
-        mamba_n_groups=2,
-        mamba_d_state=16,
-        mamba_d_head=16,
+        attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_head=16,
         mamba_chunk_size=32,
     ),
-)
+)  # fmt: skip
 
 FALCON_H1 = ArchSpec(
     "falcon_h1",
@@ -58,23 +42,12 @@ FALCON_H1 = ArchSpec(
     mlp_multipliers=("gate_multiplier", "down_multiplier"),
     logit_multiplier="lm_head_multiplier",
     tiny=dict(
-        mamba_d_ssm=64,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_n_groups=2,
-        mamba_d_state=16,
-        mamba_chunk_size=32,
-        embedding_multiplier=3.0,
-        lm_head_multiplier=0.5,
-        key_multiplier=1.5,
-        attention_in_multiplier=0.75,
-        attention_out_multiplier=1.25,
-        ssm_in_multiplier=1.5,
-        ssm_out_multiplier=0.75,
-        ssm_multipliers=[1.25, 0.75, 1.5, 0.5, 1.25],
-        mlp_multipliers=[1.5, 0.75],
+        mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=16,
+        mamba_chunk_size=32, embedding_multiplier=3.0, lm_head_multiplier=0.5, key_multiplier=1.5,
+        attention_in_multiplier=0.75, attention_out_multiplier=1.25, ssm_in_multiplier=1.5,
+        ssm_out_multiplier=0.75, ssm_multipliers=[1.25, 0.75, 1.5, 0.5, 1.25], mlp_multipliers=[1.5, 0.75],
     ),
-)
+)  # fmt: skip
 
 # A layer is a mixer or an MLP; nothing rotates.
 NEMOTRON_H = ArchSpec(
@@ -84,21 +57,12 @@ NEMOTRON_H = ArchSpec(
     projections=("in_proj",),
     refused_by_peft=("out_proj",),  # which mamba_ssm reads past an adapter
     tiny=dict(
-        num_hidden_layers=4,
-        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
-        head_dim=32,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=16,
-        chunk_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        moe_shared_expert_intermediate_size=32,
-        rescale_prenorm_residual=False,
+        num_hidden_layers=4, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+        head_dim=32, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16, chunk_size=32,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+        moe_shared_expert_intermediate_size=32, rescale_prenorm_residual=False,
     ),
-)
+)  # fmt: skip
 
 LFM2 = ArchSpec(
     "lfm2",
@@ -118,23 +82,15 @@ LFM2 = ArchSpec(
     activation="silu",
     qk_norm="head",
     tiny=dict(
-        layer_types=["conv", "full_attention"],
-        conv_L_cache=3,
-        block_auto_adjust_ff_dim=False,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4),
-        tie_word_embeddings=True,
+        layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4), tie_word_embeddings=True,
     ),
-)
+)  # fmt: skip
 
 LFM2_MOE = replace(
-    LFM2,
-    model_type="lfm2_moe",
-    names={**LFM2.names, "rotary_emb": "pos_emb"},
+    LFM2, model_type="lfm2_moe", names={**LFM2.names, "rotary_emb": "pos_emb"},
     tiny={
-        **LFM2.tiny,
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        **LFM2.tiny, "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
     },
-)
+)  # fmt: skip

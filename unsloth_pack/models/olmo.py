@@ -3,26 +3,18 @@ from unsloth_pack.models.spec import ArchSpec
 OLMO2 = ArchSpec("olmo2", qk_norm="flat")
 
 OLMO3 = ArchSpec(
-    "olmo3",
-    window="layer",
-    qk_norm="flat",
-    rotary_per_layer_type=True,
+    "olmo3", window="layer", qk_norm="flat", rotary_per_layer_type=True,
     tiny=dict(
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters=dict(
-            sliding_attention=dict(rope_type="default", rope_theta=1e4),
-            full_attention=dict(rope_type="default", rope_theta=1e6),
-        ),
+        sliding_window=24, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        full_attention=dict(rope_type="default", rope_theta=1e6)),
     ),
-)
+)  # fmt: skip
 
 OLMOE = ArchSpec(
-    "olmoe",
-    qk_norm="flat",
-    only={"clip_qkv": None},
+    "olmoe", qk_norm="flat", only={"clip_qkv": None},
     tiny=dict(num_experts=4, num_experts_per_tok=2),
-)
+)  # fmt: skip
 
 OLMO_HYBRID = ArchSpec(
     "olmo_hybrid",

@@ -1,4 +1,4 @@
-"""Architectures whose packed rows leak, whatever a call says. They are refused by name."""
+"""List the architectures whose packed rows leak whatever a call says; they are refused by name."""
 
 _KDA = "its Kimi delta attention hands no boundaries of documents to its kernels"
 _MAMBA_1 = "the selective scan of its Mamba layers takes no boundaries of documents"

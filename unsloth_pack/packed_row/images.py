@@ -47,7 +47,7 @@ class RowImages:
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
+    def locate(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
         """Locate the images of a row.
 
         Args:
@@ -149,7 +149,7 @@ class BlockRows:
     key_places: Tensor
 
     @classmethod
-    def of(cls, row: PackedRow, window: int | None) -> "BlockRows":
+    def from_row(cls, row: PackedRow, window: int | None) -> "BlockRows":
         """Return the blocks of a row for layers with this window, which all such layers share.
 
         Args:
@@ -219,7 +219,7 @@ class BlockForm:
     longest: int
 
     @classmethod
-    def of(cls, row: PackedRow) -> "BlockForm":
+    def from_row(cls, row: PackedRow) -> "BlockForm":
         """Round up: tokens in steps of a sixteenth of the power of 2 above, the others to powers of 2."""
         blocks, queries, earlier, longest = _sizes(row)
         return cls(

@@ -10,8 +10,8 @@ from torch import nn
 
 from unsloth_pack.kernels import Gate
 from unsloth_pack.layers.mixers import MIXERS, Choice, Mixer
-from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, GatedProjections, gated_projections
-from unsloth_pack.layers.moe import features_of, gate_of, why_experts_not_fused, why_reads_host
+from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, GatedProjections, find_gated_projections
+from unsloth_pack.layers.moe import count_gate_features, read_gate, why_experts_not_fused, why_reads_host
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
 from unsloth_pack.lora.linear import is_lora_linear
 from unsloth_pack.models.spec import ArchSpec
@@ -75,7 +75,7 @@ class DecoderParts:
                 )
             ),
             experts=[
-                (number, module, gate_of(module))
+                (number, module, read_gate(module))
                 for number, layer in enumerate(decoder.layers)
                 for module in layer.modules()
                 if is_experts(module)
@@ -104,10 +104,12 @@ class DecoderParts:
 
     def gate_features(self, config: Any) -> list[int]:
         """Features of gate for a token, in every module that is fused."""
-        of_mlps = [projections.features(mlp) for _, mlp, projections in self.mlps if projections is not None]
+        of_mlps = [
+            projections.count_features(mlp) for _, mlp, projections in self.mlps if projections is not None
+        ]
         chosen: int = getattr(config, "num_experts_per_tok", 1) or 1
         return of_mlps + [
-            chosen * features_of(experts) for _, experts, gate in self.experts if gate is not None
+            chosen * count_gate_features(experts) for _, experts, gate in self.experts if gate is not None
         ]
 
 
@@ -131,10 +133,10 @@ def _mlps_by_layer(
 
 def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, GatedProjections | None]]:
     """The MLP of a layer, or those gated ones that work beside its routed experts."""
-    projections = gated_projections(mlp, spec)
+    projections = find_gated_projections(mlp, spec)
     if projections is not None or not any(map(is_experts, mlp.modules())):
         return [(number, mlp, projections)]
-    inside = [(number, module, gated_projections(module, spec)) for module in mlp.modules()]
+    inside = [(number, module, find_gated_projections(module, spec)) for module in mlp.modules()]
     return [one for one in inside if one[2] is not None and not is_experts(one[1])]
 
 

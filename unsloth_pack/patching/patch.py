@@ -28,10 +28,15 @@ from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.layers.decoder import FastDecoder
-from unsloth_pack.layers.forward_slot import DOOR_ATTRIBUTES, forget, let_in, set_forwards
-from unsloth_pack.layers.kernel_warmup import Rehearsal
+from unsloth_pack.layers.forward_slot import (
+    SLOT_ATTRIBUTES,
+    adopt_forwards,
+    drop_wrapped_forward,
+    read_forwards,
+)
+from unsloth_pack.layers.kernel_warmup import KernelWarmup
 from unsloth_pack.layers.layer import FastLayer, FastTrainedTokens, is_plain, trains_tokens
-from unsloth_pack.layers.leak_probe import OwnProbe
+from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mixers import Choice, Request
 from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, FastMLP, GateAndUpPlan
 from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
@@ -191,7 +196,7 @@ class Patch:
                 module.__dict__.pop(name, None)
         self._swapped.clear()
         self._uninstall_hooks()
-        forget(self._model, FastCausalLM.forward)
+        drop_wrapped_forward(self._model, FastCausalLM.forward)
         if self._model.__dict__.get(PATCH) is self:
             del self._model.__dict__[PATCH]
             self._decoder.config._attn_implementation = self._attn_implementation
@@ -278,7 +283,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     request = Request(embedding.device.type, embedding.dtype, backend, source, decoder.config)
     choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
     refuse_own_code([base, decoder, *filter(None, [rotary_module(decoder, spec)])])
-    set_before = set_forwards(base)
+    set_before = read_forwards(base)
     if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
         earlier.undo()
     _warn_of_slow_layers(spec, choices)
@@ -297,7 +302,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
                 attentions = [module for _, module in mixers_by_layer(decoder, spec)]
                 layers = zip(attentions, choices, strict=True)
                 let_blocks_be_captured(patch.report, layers, spec, request, decoder.step_graphs)
-        let_in(base, set_before)
+        adopt_forwards(base, set_before)
     if unpad and isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastSequenceClassification)
     if model is not base:
@@ -377,10 +382,10 @@ def _swap_decoder(
         step_graphs=graphs,
         gate_and_up_plan=gate_and_up_plan,
         unpadding=patch.unpadding,
-        leak_probe=OwnProbe(patch.report.attn_backend),
-        rehearsal=Rehearsal(),
-        trained_weights_sought=False,
-        numbers_sought=False,
+        leak_probe=DecoderProbe(patch.report.attn_backend),
+        kernel_warmup=KernelWarmup(),
+        has_checked_trained_weights=False,
+        has_checked_mask=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
     say_step(patch.report, graphs)
@@ -393,13 +398,13 @@ def _swap_causal_lm(
     patch.swap(
         base,
         FastCausalLM if vision_spec is None else FastVisionLM,
-        DOOR_ATTRIBUTES,
+        SLOT_ATTRIBUTES,
         **of_vision,
         spec=spec,
         fast_decoder=decoder,
         is_wrapper=base.base_model is not decoder,
         training_loss=cross_entropy,
-        boundary_labels_sought=False,
+        has_checked_boundary_labels=False,
         module_walk=ModuleWalk(),
     )
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
-from unsloth_pack.layers.forward_slot import trl_head_of
+from unsloth_pack.layers.forward_slot import read_trl_head
 from unsloth_pack.layers.layer import is_plain, trains_tokens
 from unsloth_pack.layers.mixers import Choice
-from unsloth_pack.layers.moe import gate_of, why_experts_not_fused, why_reads_host
+from unsloth_pack.layers.moe import read_gate, why_experts_not_fused, why_reads_host
 from unsloth_pack.layers.rotary import rotary_module
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_quantised, why_adapter_not_fused
@@ -118,7 +118,7 @@ def say_loss(report: PatchReport, model: Any) -> None:
         say(report, "loss", "with the head, for tokens that have a label", None)
     else:
         say(report, "loss", None, f"from the logits of all tokens: {why}")
-    trl_head = trl_head_of(model)
+    trl_head = read_trl_head(model)
     if trl_head is None:
         say(report, "TRL's loss", None, None)
     elif why := trl_head.why_not or why_head_not_fused(model):
@@ -166,7 +166,7 @@ def _why_lora_not_fused(lora: Any) -> str | None:
     if not is_expert_adapter(lora):
         return why_not_fused(lora)
     experts = lora.get_base_layer()
-    if gate_of(experts) is None or why_experts_not_fused(experts):
+    if read_gate(experts) is None or why_experts_not_fused(experts):
         return "its experts are not fused"
     return why_adapter_not_fused(lora)
 

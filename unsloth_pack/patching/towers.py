@@ -8,11 +8,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
-from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captured
+from unsloth_pack.attention.backends import choose_backend_for_other_keys, why_not_captured
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
 from unsloth_pack.layers.mixers import Choice, Request
-from unsloth_pack.layers.mixers.attention import attention_options
+from unsloth_pack.layers.mixers.attention import read_attention_options
 from unsloth_pack.layers.norm import FastRMSNorm
 from unsloth_pack.layers.vision.tower import (
     NORMS,
@@ -72,10 +72,10 @@ def let_blocks_be_captured(
     """
     chosen, windows = set(), set()
     for module, choice in layers:
-        options = replace(attention_options(module, spec), causal=False)
+        options = replace(read_attention_options(module, spec), causal=False)
         windows.add(options.window)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        chosen.add(backend_of_other_keys(choice.name, need))
+        chosen.add(choose_backend_for_other_keys(choice.name, need))
     if not any(map(why_not_captured, chosen)):
         graphs.windows = frozenset(windows)
     how = f"by a second call a layer through {' and '.join(sorted(chosen))}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, seen
+from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, encode_images
 from unsloth_pack.models.spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.packed_row.images import RowImages
 from unsloth_pack.packed_row.row import PackedRow
@@ -172,7 +172,7 @@ class ImageSubject:
         given = self._described_images([images])
         pixels = self._formed(images.pixels)
         with torch.no_grad():
-            found = seen(self._base, self.spec, Images(pixels, given))
+            found = encode_images(self._base, self.spec, Images(pixels, given))
         return found.sizes.tolist()
 
     @property
@@ -263,5 +263,5 @@ class ImageSubject:
         grids = np.array(described[self.spec.grid or ""], dtype=np.int64).reshape(-1, 3)
         of_tokens = grids // [1, merge, merge]
         is_placeholder = torch.cat([d.ids for d in documents]) == getattr(self.config, self.spec.token)
-        images = RowImages.of(is_placeholder.numpy(), of_tokens.prod(axis=1), row)
+        images = RowImages.locate(is_placeholder.numpy(), of_tokens.prod(axis=1), row)
         return torch.from_numpy(images.axes(row, of_tokens))[:, None].to(self.subject.device)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.layers.leak_probe import (
-    changed,
-    leaking_layer,
+    change_tokens,
+    find_leaking_layer,
     look_for_leaks,
     random_documents,
-    recorded_layers,
+    record_layers,
     side_effect_free_pass,
 )
 from unsloth_pack.patching.patch import patch_of
@@ -74,7 +74,7 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
         noise = max(map(_difference, before, subject.packed_outputs(documents)))
         for source, document in enumerate(documents):
             mixed = [*documents]
-            mixed[source] = changed(document, subject.vocab_size, generator)
+            mixed[source] = change_tokens(document, subject.vocab_size, generator)
             moved = list(map(_difference, before, subject.packed_outputs(mixed)))
             blind += [source] if moved[source] <= noise else []
             found += [(moved[victim], source, victim) for victim in _others(documents, source)]
@@ -92,7 +92,7 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
             if value <= allowed:
                 than = "rounding does" if subject.rounds_together else "between rows of a batch"
                 return Check.of(name, value, allowed, f"others move by no more than {than}")
-        where = leaking_layer(subject, documents, source, generator)
+        where = find_leaking_layer(subject, documents, source, generator)
     return Check.of(name, value, allowed, f"document {source} changes document {victim}, first in {where}")
 
 
@@ -113,7 +113,7 @@ def check_gradients(
     value, source, victim = _worst(found)
     if value == 0:
         return Check.of(name, value, 0.0, "exactly 0 at the embeddings of every other document")
-    where = leaking_layer(subject, documents, source, generator)
+    where = find_leaking_layer(subject, documents, source, generator)
     return Check.of(
         name, value, 0.0, f"the loss of document {victim} reaches document {source}, first in {where}"
     )
@@ -123,7 +123,7 @@ def moved_by_others(
     subject: Subject, documents: Sequence[Tensor], victim: int, before: Gradients, generator: torch.Generator
 ) -> float:
     """The relative change of a document's gradients in the row, `before`, where all others are changed."""
-    mixed = [changed(other, subject.vocab_size, generator) for other in documents]
+    mixed = [change_tokens(other, subject.vocab_size, generator) for other in documents]
     mixed[victim] = documents[victim]
     after = subject.gradients(documents[victim], lambda: subject.packed_outputs(mixed)[victim])
     return relative_error(list(after.trained.values()), list(before.trained.values()))
@@ -201,7 +201,7 @@ def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Ten
         inputs.append(hidden.detach().requires_grad_())
         return inputs[-1]
 
-    with layers_given(cut, subject.layers), recorded_layers(subject.layers) as outputs:
+    with layers_given(cut, subject.layers), record_layers(subject.layers) as outputs:
         forward()
     last = torch.tensor([len(document) for document in documents], device="cpu").cumsum(0) - 1
     weights = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(0), device="cpu")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.leak_probe import Probed, greatest_by_document
+from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.models import vision_spec_for
 from unsloth_pack.modules.walk import require_model
@@ -42,7 +42,7 @@ class Gradients:
     trained: dict[str, Tensor]
 
 
-class Subject(Probed):
+class Subject(ProbeSubject):
     """A causal language model, and how its packed rows are described to it.
 
     Args:

@@ -1,7 +1,4 @@
-"""Mixers: what a decoder layer does between tokens. Which one a layer has is data, see `ArchSpec.mixers`.
-
-Each mixer is a module of this folder, and an entry of `MIXERS`.
-"""
+"""List the mixers: what decoder layers do between tokens. `ArchSpec.mixers` says which one a layer has."""
 
 from unsloth_pack.layers.mixers.attention import AttentionMixer
 from unsloth_pack.layers.mixers.contract import Choice, Mixer, Request

@@ -1,4 +1,4 @@
-"""Softmax attention: the mixer, and the forward that all architectures with it share.
+"""Run softmax attention: the mixer, and the forward that all architectures with it share.
 
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
@@ -18,7 +18,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.layers.mixers.contract import Choice, Request
 from unsloth_pack.layers.norm import norm_eps
-from unsloth_pack.layers.rotary import angles_twice, scaled_by_position
+from unsloth_pack.layers.rotary import double_angles, scale_queries
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks, no_compile
@@ -27,11 +27,11 @@ from unsloth_pack.packed_row.row import PackedRow
 
 
 class FastAttention(nn.Module):
-    """Takes the place of a transformers attention module's class; its parameters and attributes stay."""
+    """Replaces the class of a transformers attention module; its parameters and attributes stay."""
 
     spec: ArchSpec
     attn_backend: str
-    # What transformers' module has
+    # Of transformers' module
     config: PreTrainedConfig
     layer_idx: int
     head_dim: int
@@ -53,12 +53,12 @@ class FastAttention(nn.Module):
         packed_row: PackedRow | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Self-attention of one layer.
+        """Run the self-attention of one layer.
 
         Args:
             hidden_states: `[B, T, hidden]`.
             position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
-                `[B, T, R]` from transformers' rotary module. None where nothing is rotated.
+                `[B, T, R]` from transformers' rotary module; None where nothing rotates.
             attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
             past_key_values: transformers' cache, for an ordinary batch.
             packed_row: the documents of the rows, which are one flattened row to attention.
@@ -68,7 +68,7 @@ class FastAttention(nn.Module):
         """
         refuse_attention_weights(self.config, kwargs)
         batch, length = hidden_states.shape[:2]
-        options = attention_options(self, self.spec)
+        options = read_attention_options(self, self.spec)
         sinks = self.sinks if self.spec.sinks else None
         tables = position_embeddings if rotates(self, self.spec) else None
         q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, tables is not None)
@@ -77,15 +77,15 @@ class FastAttention(nn.Module):
             if tables is not None:
                 q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, *tables, qk_norm=qk_norm)
             if self.spec.query_scale:
-                q_NHD = scaled_by_position(q_NHD, packed_row.position_ids, self.config)
+                q_NHD = scale_queries(q_NHD, packed_row.position_ids, self.config)
             out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend, sinks)
         else:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
             if tables is not None:
-                cos_sin = (angles_twice(table, self.spec) for table in tables)
+                cos_sin = (double_angles(table, self.spec) for table in tables)
                 q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *cos_sin, qk_norm=qk_norm)
             if self.spec.query_scale:
-                q_BHTD = scaled_by_position(q_BHTD, kwargs["position_ids"], self.config)
+                q_BHTD = scale_queries(q_BHTD, kwargs["position_ids"], self.config)
             if past_key_values is not None:
                 k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
             out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options, sinks)
@@ -99,18 +99,17 @@ class FastAttention(nn.Module):
     def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
         q, k = rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
         if self.spec.qk_norm_after_rope:
-            q_norm, k_norm = qk_norms(self, self.spec)
+            q_norm, k_norm = get_qk_norms(self, self.spec)
             q, k = q_norm(q), k_norm(k)
         return q, k
 
     def _project(
         self, hidden_states: Tensor, turns: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
-        """q, k and v as `[B, T, heads, D]`, what gates the output, `[B, T, H, D]`, if anything does, and the
-        norm that q and k need before the rotation, if any.
+        """Compute q, k, v `[B, T, heads, D]`, the output's gate `[B, T, H, D]`, and the norm still to apply.
 
         Args:
-            turns: whether q and k go through the rotary kernel, which can norm them too.
+            turns: q and k go through the rotary kernel, which can norm them too.
         """
         by_head = (*hidden_states.shape[:2], -1, self.head_dim)
         if self.spec.fused_qkv:
@@ -125,8 +124,8 @@ class FastAttention(nn.Module):
             q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
         if has_qk_norm(self, self.spec) and not self.spec.qk_norm_after_rope:
-            qk_norm = fusable_qk_norm(self, self.spec) if turns else None
-            q_norm, k_norm = qk_norms(self, self.spec)
+            qk_norm = fuse_qk_norm(self, self.spec) if turns else None
+            q_norm, k_norm = get_qk_norms(self, self.spec)
             if qk_norm is None and self.spec.qk_norm == "flat":
                 q, k = q_norm(q), k_norm(k)
             elif qk_norm is None:
@@ -134,75 +133,68 @@ class FastAttention(nn.Module):
         return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 
-def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, Any]) -> None:
-    """Refuse a call that asks for attention weights.
-
-    Args:
-        asked_for: its keywords.
+def refuse_attention_weights(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call whose keywords, or else the configuration, ask for attention weights.
 
     Raises:
-        InputError: they, or else the configuration, ask for them.
+        InputError: they do.
     """
-    asked = asked_for.get("output_attentions")
-    if config.output_attentions if asked is None else asked:
+    is_wanted = kwargs.get("output_attentions")
+    if config.output_attentions if is_wanted is None else is_wanted:
         raise InputError(
             "output_attentions=True: a patched model builds no attention weights; set it to False, or undo "
             "the patch"
         )
 
 
-def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
-    """What an attention module needs of a backend, read off the module where its spec declares it."""
+def read_attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
+    """Read what an attention module needs of a backend, where its spec declares it."""
     config = attention.config
-    of_keys = getattr(config, spec.key_multiplier) if spec.key_multiplier else 1.0
+    key_scale = getattr(config, spec.key_multiplier) if spec.key_multiplier else 1.0
     return AttentionOptions(
-        scale=attention.scaling * of_keys,
-        window=window_of(attention, spec),
+        scale=attention.scaling * key_scale,
+        window=read_window(attention, spec),
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
-        # LFM2's has none
         dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
         sinks=spec.sinks,
     )
 
 
-def window_of(attention: Any, spec: ArchSpec) -> int | None:
-    """How many keys a query of this layer sees, its own included; None for all up to its own."""
+def read_window(attention: Any, spec: ArchSpec) -> int | None:
+    """Return how many keys a query of this layer sees, its own included; None for all up to its own."""
     if spec.window == "none" or (spec.window == "is_sliding" and not attention.is_sliding):
         return None
     return getattr(attention if spec.window == "layer" else attention.config, "sliding_window", None)
 
 
 def rotates(attention: Any, spec: ArchSpec) -> bool:
-    """Whether this layer rotates q and k by their positions."""
+    """Return whether this layer rotates q and k."""
     if not spec.name("rotary_emb"):
         return False
     if spec.rope_layers == "use_rope":
         return bool(attention.use_rope)
     if spec.rope_layers == "windowed_if_any" and attention.config.sliding_window is None:
         return True
-    return spec.rope_layers == "all" or window_of(attention, spec) is not None
+    return spec.rope_layers == "all" or read_window(attention, spec) is not None
 
 
 def has_qk_norm(attention: Any, spec: ArchSpec) -> bool:
-    """Whether this layer norms q and k: some configurations of an architecture that can do not."""
+    """Return whether this layer norms q and k, which some configurations of an architecture leave out."""
     return spec.qk_norm is not None and hasattr(attention, spec.name("q_norm"))
 
 
-def qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
-    """The norms of q and k, whichever names they have there."""
+def get_qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
+    """Return the norms of q and k, whatever their names."""
     return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
 
 
-def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
-    """The q and k norms of an attention module as the rotary kernel takes them, or None."""
-    return fusable_norms(*qk_norms(attention, spec), spec)
+def fuse_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
+    """Return the q and k norms of an attention module for the rotary kernel, or None."""
+    return fuse_norms(*get_qk_norms(attention, spec), spec)
 
 
-def fusable_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
-    """These norms as the rotary kernel takes them, or None.
-
-    None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
-    """
+def fuse_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
+    """Return these norms for the rotary kernel, or None if something wraps, shards or hooks them."""
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
@@ -210,11 +202,11 @@ def fusable_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
 
 
-def choice_for(need: AttentionNeed, request: Request) -> Choice:
-    """The backend for the attention of one layer.
+def choose_for(need: AttentionNeed, request: Request) -> Choice:
+    """Choose the backend for the attention of one layer.
 
     Raises:
-        BackendUnavailable: the one that is asked for cannot run.
+        BackendUnavailable: the requested one cannot run.
     """
     name, reason = choose_backend(request.backend, need, request.source)
     return Choice(name, reason, why_not_captured(name), BACKENDS[name].room_is_free)
@@ -229,7 +221,7 @@ _KNOWN = frozenset({
 
 
 def _known_by_field(spec: ArchSpec) -> Iterator[str]:
-    """The attributes that a field of the spec names."""
+    """Yield the attributes that a field of the spec names."""
     yield from ("qkv_proj",) if spec.fused_qkv else ("q_proj", "k_proj", "v_proj")
     if spec.window != "none":
         yield from ("sliding_window", "is_sliding", "sliding_window_pattern")
@@ -237,24 +229,21 @@ def _known_by_field(spec: ArchSpec) -> Iterator[str]:
         yield from ("q_norm", "k_norm", "use_qk_norm")
     if spec.rope_layers == "use_rope":
         yield "use_rope"
-    if spec.softcap is not None:
-        yield spec.softcap
-    if spec.key_multiplier is not None:
-        yield spec.key_multiplier
+    yield from filter(None, (spec.softcap, spec.key_multiplier))
     if spec.sinks:
         yield "sinks"
 
 
 class AttentionMixer:
-    """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
+    """Softmax attention by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
     attribute = "self_attn"
     forward: type[nn.Module] = FastAttention
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        options = attention_options(module, spec)
+        options = read_attention_options(module, spec)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        return choice_for(need, request)
+        return choose_for(need, request)
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
         names = (*_KNOWN, *_known_by_field(spec))
@@ -270,6 +259,6 @@ class AttentionMixer:
         fused["rotary embedding"] = f"of q and k {how}"
         if not has_qk_norm(module, spec) or spec.qk_norm_after_rope:
             return fused, {}
-        if fusable_qk_norm(module, spec) is None:
+        if fuse_qk_norm(module, spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
         return fused | {"QK norm": "with the rotary embedding"}, {}

@@ -1,4 +1,4 @@
-"""What every mixer offers. A mixer is what a decoder layer does between tokens."""
+"""Define what every mixer offers. A mixer is what a decoder layer does between tokens."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class Request:
-    """Where a mixer is to compute, and who asks for which backend of attention.
+    """Where a mixer is to compute, and who asks for which attention backend.
 
     Args:
         backend: "auto" or a name.
-        source: what asks for it, for messages.
+        source: who asks for it, for messages.
         config: of the decoder.
     """
 
@@ -26,13 +26,13 @@ class Request:
     backend: str
     source: str
     config: PreTrainedConfig | None = None
-    _found: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
-        """The result of `find`, which runs on the first call for `key`: layers of a kind are alike."""
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
+        """Return the result of `find`, cached by `key`: layers of a kind are alike."""
+        if key not in self._cache:
+            self._cache[key] = find()
+        return self._cache[key]
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,10 @@ class Choice:
     """How one layer computes.
 
     Args:
-        name: of the backend.
-        reason: why that one.
+        name: of the backend, chosen for this `reason`.
         why_not_captured: why no CUDA graph can hold it, or None.
-        room_is_free: whether it takes as long over a row with room for more and longer documents.
-        remedy: what makes it faster, where it is much slower than it could be here; logged as a warning.
+        room_is_free: it takes no longer over a row with room for more and longer documents.
+        remedy: how to make it much faster here, or None; logged as a warning.
     """
 
     name: str
@@ -59,9 +58,9 @@ class Mixer(Protocol):
 
     Args:
         attribute: the name under which a decoder layer holds it, unless `ArchSpec.names` has another.
-        forward: the class that takes the place of transformers'. Its forward gets what the layer hands on:
-            `hidden_states [B, T, C]`, `position_embeddings`, and `packed_row`, None for an ordinary batch. It
-            returns what transformers' does, and no document of a packed row may reach another.
+        forward: the class that replaces transformers'. Its forward gets the layer's `hidden_states [B, T,
+            C]`, `position_embeddings`, and `packed_row` (None for an ordinary batch), and returns what
+            transformers' does. No document of a packed row may reach another.
     """
 
     @property
@@ -71,29 +70,31 @@ class Mixer(Protocol):
     def forward(self) -> type[nn.Module]: ...
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        """How the module of one layer computes.
+        """Choose how the module of one layer computes.
 
         Raises:
-            BackendUnavailable: not as it is asked for.
+            BackendUnavailable: it cannot compute as requested.
         """
         ...
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        """The parameters, submodules and attributes of transformers' module that `forward` reads under this
-        spec, or that change nothing. A module that has others is refused."""
+        """Name the parameters, submodules and attributes of transformers' module that `forward` accounts for.
+
+        A module with others is refused.
+        """
         ...
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
-        """What `forward` reads off the module, beside transformers' own attributes.
+        """Return the attributes that `forward` reads beside transformers' own.
 
         Args:
-            backend: of attention, that was asked for.
-            choice: what `choose` has returned for the module.
+            backend: the requested attention backend.
+            choice: what `choose` returned for the module.
         """
         ...
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
-        """For the report: what is fused and what is not, by kind of layer.
+        """Report what is fused and what is not, by kind of layer.
 
         Args:
             how: where a kernel runs, as "in one kernel".

@@ -1,9 +1,9 @@
-"""Softmax attention whose last layers read the keys and values of an earlier layer, with normed values.
+"""Run softmax attention whose last layers read the keys and values of an earlier layer.
 
     q = rope(norm(W_q x))     k = rope(norm(W_k x))     v = norm(W_v x), the norm without a weight
 
-Where there is no W_v, W_k stands for it. Some layers store their k and v. Later ones have neither W_k nor
-W_v, and read what the layer of their type has stored. Layers may differ in head size and in their key heads.
+Without W_v, W_k stands for it. Some layers store their k and v. Later ones have neither W_k nor W_v, and read
+what the layer of their type stored. Layers may differ in head size and in their key heads.
 
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size of the layer.
 """
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import attend, attend_dense
-from unsloth_pack.kernels import QKNorm, rms_norm, rope_qk
+from unsloth_pack.kernels import rms_norm, rope_qk
 from unsloth_pack.layers.layer import SharedKeysAndValues
 from unsloth_pack.layers.mixers.attention import (
     AttentionMixer,
-    attention_options,
-    fusable_norms,
+    fuse_norms,
+    read_attention_options,
     refuse_attention_weights,
 )
 from unsloth_pack.lora.linear import project
@@ -27,22 +27,19 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
-_KNOWN = frozenset(
-    {
-        *("config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "is_causal", "scaling"),
-        *("is_sliding", "sliding_window", "attention_dropout"),
-        *("use_alternative_attention", "is_kv_shared_layer", "store_full_length_kv"),
-        *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"),
-    }
-)
+_KNOWN = frozenset({
+    "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "is_causal", "scaling",
+    "is_sliding", "sliding_window", "attention_dropout", "use_alternative_attention", "is_kv_shared_layer",
+    "store_full_length_kv", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm",
+})  # fmt: skip
 
 
 class FastSharedKVAttention(nn.Module):
-    """Takes the place of the class of a transformers attention module that may share keys and values."""
+    """Replaces the class of a transformers attention module that may share keys and values."""
 
     spec: ArchSpec
     attn_backend: str
-    # What transformers' module has
+    # Of transformers' module
     config: PreTrainedConfig
     layer_idx: int
     layer_type: str
@@ -52,7 +49,7 @@ class FastSharedKVAttention(nn.Module):
     q_proj: nn.Module
     q_norm: nn.Module
     o_proj: nn.Module
-    # What it has unless it reuses keys and values; v_proj may be None
+    # Absent where it reuses keys and values
     k_proj: nn.Module
     v_proj: nn.Module | None
     k_norm: nn.Module
@@ -69,30 +66,29 @@ class FastSharedKVAttention(nn.Module):
         packed_row: PackedRow | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Self-attention of one layer; arguments and result as those of `FastAttention`.
+        """Run the self-attention of one layer; arguments and result as those of `FastAttention`.
 
         Args:
-            shared_kv_states: of the call, for all layers: of a packed row twice `[N, K, D]`, of an ordinary
-                batch twice `[B, K, S, D]`.
+            shared_kv_states: of all layers: twice `[N, K, D]` for a packed row, twice `[B, K, S, D]` else.
         """
         refuse_attention_weights(self.config, kwargs)
         assert position_embeddings is not None
         assert shared_kv_states is not None
         batch, length = hidden_states.shape[:2]
-        options = attention_options(self, self.spec)
+        options = read_attention_options(self, self.spec)
 
-        def laid_out(x_BTXD: Tensor) -> Tensor:
-            """`[N, X, D]` of a packed row, `[B, X, T, D]` of an ordinary batch."""
+        def lay_out(x_BTXD: Tensor) -> Tensor:
+            """Return `[N, X, D]` for a packed row, `[B, X, T, D]` for an ordinary batch."""
             return x_BTXD.transpose(1, 2) if packed_row is None else x_BTXD.flatten(0, 1)
 
         if self.is_kv_shared_layer:
-            (q,) = self._by_head(hidden_states, (self.q_proj,))
-            q = self._rotated_queries(laid_out(q), position_embeddings)
+            (q,) = self._project_by_head(hidden_states, (self.q_proj,))
+            q = self._rotate_queries(lay_out(q), position_embeddings)
             k, v = shared_kv_states[self.layer_type]
         else:
-            q, k, v = self._projected(hidden_states)
-            q, k = self._rotated(laid_out(q), laid_out(k), position_embeddings)
-            v = laid_out(self._normed_values(v))
+            q, k, v = self._project_qkv(hidden_states)
+            q, k = self._rotate(lay_out(q), lay_out(k), position_embeddings)
+            v = lay_out(self._norm_values(v))
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_idx)
         if self.store_full_length_kv:
@@ -103,33 +99,31 @@ class FastSharedKVAttention(nn.Module):
             out = attend_dense(q, k, v, attention_mask, options)
         return self.o_proj(out.reshape(batch, length, -1)), None
 
-    def _by_head(self, hidden_states: Tensor, projections: tuple[nn.Module, ...]) -> list[Tensor]:
-        """`[B, T, heads, D]` of each."""
+    def _project_by_head(self, hidden_states: Tensor, projections: tuple[nn.Module, ...]) -> list[Tensor]:
+        """Compute `[B, T, heads, D]` of each."""
         return [x.unflatten(-1, (-1, self.head_dim)) for x in project(hidden_states, projections)]
 
-    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_qkv(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.v_proj is None:
-            q, k = self._by_head(hidden_states, (self.q_proj, self.k_proj))
+            q, k = self._project_by_head(hidden_states, (self.q_proj, self.k_proj))
             return q, k, k
-        q, k, v = self._by_head(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._project_by_head(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
         return q, k, v
 
-    def _rotated(
-        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        norms = fusable_norms(self.q_norm, self.k_norm, self.spec)
+    def _rotate(self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        norms = fuse_norms(self.q_norm, self.k_norm, self.spec)
         if norms is None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rope_qk(q, k, *position_embeddings, qk_norm=norms)
 
-    def _rotated_queries(self, q: Tensor, position_embeddings: tuple[Tensor, ...]) -> Tensor:
-        """As `_rotated`. A copy of one head stands for the keys, which were rotated where they were made."""
-        norms = fusable_norms(self.q_norm, self.q_norm, self.spec)
+    def _rotate_queries(self, q: Tensor, position_embeddings: tuple[Tensor, ...]) -> Tensor:
+        """Rotate q as `_rotate` does, with a copy of one head for the keys, which are rotated already."""
+        norms = fuse_norms(self.q_norm, self.q_norm, self.spec)
         if norms is None:
             q = self.q_norm(q)
         return rope_qk(q, q[:, :1].detach(), *position_embeddings, qk_norm=norms)[0]
 
-    def _normed_values(self, v_BTKD: Tensor) -> Tensor:
+    def _norm_values(self, v_BTKD: Tensor) -> Tensor:
         eps = vars(self.v_norm).get("eps")
         if eps is None or has_hooks(self.v_norm):  # `modules_to_save` wraps it
             return self.v_norm(v_BTKD)
@@ -137,19 +131,15 @@ class FastSharedKVAttention(nn.Module):
 
 
 class SharedKVAttentionMixer(AttentionMixer):
-    """Attention with shared keys and values, by the backends of `unsloth_pack.attention`: a `Mixer`."""
+    """Attention with shared keys and values by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
     forward: type[nn.Module] = FastSharedKVAttention
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         fused = {"attention": "documents kept apart", "rotary embedding": f"of q and k {how}"}
-        if _norms_of(module, spec) is None:
+        if fuse_norms(module.q_norm, getattr(module, "k_norm", module.q_norm), spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
         return fused | {"QK norm": "with the rotary embedding"}, {}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
         return _KNOWN
-
-
-def _norms_of(module: Any, spec: ArchSpec) -> QKNorm | None:
-    return fusable_norms(module.q_norm, getattr(module, "k_norm", module.q_norm), spec)

@@ -1,13 +1,13 @@
-"""Layers that carry a state from token to token: recurrences and short convolutions.
+"""Run layers that carry a state from token to token: recurrences and short convolutions.
 
-transformers' own forward computes them. A packed row goes through it in one of two ways, with one result:
+transformers' own forward computes them. Without care the state, and the last tokens of a convolution, would
+pass into the next document. A packed row goes through the forward in one of two ways, with one result:
 
-- once, with the boundaries of the documents, where kernels are installed that restart the state at each;
-- without such kernels in stacks of documents of similar length, each in a row of its own, padded on the
-  right. What comes later reaches no token of such a layer, so padding changes nothing.
+- once, with the boundaries of the documents, if installed kernels restart the state at each;
+- else in stacks of documents of similar length, each in a row of its own, padded on the right. No later token
+  reaches an earlier one, so padding changes nothing.
 
-Which of the two is tried out, see `why_not_in_one_row`: kernels that are missing, or that do not know the
-boundaries, are found there and not by a version number.
+`why_not_in_one_row` tries which: it finds kernels that are missing or ignore the boundaries.
 
 Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
 """
@@ -31,31 +31,28 @@ from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.modules.sharding import is_gathered_by_module
 from unsloth_pack.packed_row.row import PackedRow
 
-IN_ONE_ROW = "kernels"  # the names of the two ways, for reports
-BY_DOCUMENT = "document by document"
+IN_ONE_ROW, BY_DOCUMENT = "kernels", "document by document"  # the two ways, for reports
 _TRIED_LENGTHS = (37, 64, 5)  # of the documents that the kernels are tried with
-_ROUNDING = 0.01  # of the greatest output; what carries over changes outputs by much more
+_ROUNDING = 0.01  # of the greatest output; a leaking state changes outputs by much more
+_CHUNK = 64  # tokens; transformers' torch code builds a product for each pair of tokens in a chunk
 
 Boundaries = Callable[[PackedRow], Mapping[str, Any]]
 
 
 def seq_idx(row: PackedRow) -> dict[str, Any]:
-    """`[1, N]` int32, the number of each token's document, as causal-conv1d and mamba_ssm take it."""
+    """Return `[1, N]` int32, the number of each token's document, for causal-conv1d and mamba_ssm."""
 
-    def made() -> Tensor:
-        return row.upload(np.repeat(np.arange(len(row.lengths), dtype=np.int32), row.lengths)[None])
-
-    return {"seq_idx": row.once("seq_idx", made)}
+    numbers = np.arange(len(row.lengths), dtype=np.int32)
+    return {"seq_idx": row.once("seq_idx", lambda: row.upload(np.repeat(numbers, row.lengths)[None]))}
 
 
 class FastStateLayer(nn.Module):
-    """Takes the place of the class of a transformers module that carries a state.
+    """Replaces the class of a transformers module that carries a state.
 
     Args:
-        boundaries: makes the arguments by which transformers' forward keeps the documents of a row apart;
-            None where it cannot.
-        rounds_together: whether its kernels sum over several documents on the way, and take such sums apart
-            again. Then what stands beside a document changes how its numbers round.
+        boundaries: builds arguments by which transformers' forward keeps documents apart; None if it cannot.
+        rounds_together: its kernels sum over several documents and subtract such sums again, so that other
+            documents change how its numbers round.
     """
 
     boundaries: Boundaries | None
@@ -70,11 +67,11 @@ class FastStateLayer(nn.Module):
         seq_idx: PackedRow | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """`[B, T, C]` for `[B, T, C]`.
+        """Compute `[B, T, C]` for `[B, T, C]`.
 
         Args:
             packed_row: the documents of the rows.
-            seq_idx: likewise: transformers' layers hand only this on in some versions.
+            seq_idx: likewise: in some versions transformers' layers pass on only this.
         """
         row = seq_idx if packed_row is None else packed_row
         if row is None:
@@ -88,15 +85,17 @@ class FastStateLayer(nn.Module):
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' forward. A lone token gets another one behind it, which changes nothing of it:
-        causal-conv1d's backward pass refuses rows of one token."""
+        """Run transformers' forward.
+
+        A lone token gets another one behind it, as causal-conv1d's backward pass refuses rows of one token.
+        """
         cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
         if hidden_states.shape[1] > 1 or cache is not None or not torch.is_grad_enabled():
             return super().forward(hidden_states, *args, **kwargs)
         return super().forward(F.pad(hidden_states, (0, 0, 0, 1)), *args, **kwargs)[:, :1]
 
     def run_stack(self, hidden_SLC: Tensor) -> Tensor:
-        """`[S, L, C]` for a stack of documents."""
+        """Compute `[S, L, C]` for a stack of documents."""
         return self.run_whole(hidden_SLC)
 
 
@@ -106,11 +105,9 @@ class StateMixer:
 
     Args:
         kind: for the report.
-        attribute: see `Mixer`.
         boundaries: see `FastStateLayer`.
-        packages: the modules of the kernels that take them, and what installs each.
-        known_names: of parameters, submodules and attributes that transformers' modules have, in any version.
-        forward: see `Mixer`.
+        packages: the modules of the kernels that take boundaries, and what installs each.
+        known_names: parameters, submodules and attributes of transformers' modules, in any version.
     """
 
     kind: str
@@ -121,7 +118,7 @@ class StateMixer:
     forward: type[FastStateLayer] = FastStateLayer
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        captured = f"a {self.kind} reads the row on the host"
+        why_not_captured = f"a {self.kind} reads the row on the host"
         missing = [name for package, name in self.packages.items() if find_spec(package) is None]
         if missing:
             why_not: str | None = f"{' and '.join(missing)} not installed"
@@ -130,10 +127,10 @@ class StateMixer:
             why_not = self._why_not_in_one_row(module, request)
             remedy = f"install other releases of {' and '.join(self.packages.values())}"
         if why_not is None:
-            return Choice(IN_ONE_ROW, f"{self.kind}: its kernels take the boundaries", captured)
+            return Choice(IN_ONE_ROW, f"{self.kind}: its kernels take the boundaries", why_not_captured)
         slow = f"{self.kind} layers run document by document, which is slow: {why_not}; {remedy}"
-        remedy_said = slow if request.device_type == "cuda" else None
-        return Choice(BY_DOCUMENT, f"{self.kind}: {why_not}", captured, remedy=remedy_said)
+        warning = slow if request.device_type == "cuda" else None
+        return Choice(BY_DOCUMENT, f"{self.kind}: {why_not}", why_not_captured, remedy=warning)
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"boundaries": self.boundaries if choice.name == IN_ONE_ROW else None}
@@ -142,27 +139,26 @@ class StateMixer:
         return {}, {self.kind: "as transformers wrote it, documents kept apart; its LoRA layers one by one"}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        """The names that this mixer accounts for in transformers' module."""
         return frozenset(self.known_names.split())
 
     def _why_not_in_one_row(self, module: Any, request: Request) -> str | None:
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
         assert request.config is not None
-        make = partial(_made_anew, theirs, request.config, own)
+        make = partial(_rebuild, theirs, request.config, own)
         place = torch.device(request.device_type), request.dtype, request.config.hidden_size
         try_out = partial(why_not_in_one_row, make, self.boundaries, *place, self.forward.rounds_together)
         why_not: str | None = request.once((self.kind, theirs), try_out)
         return why_not
 
 
-def _made_anew(kind: type[nn.Module], config: Any, own: Any) -> nn.Module:
-    """Another module of its kind, with the buffers that the model around it gives such modules."""
-    made = kind(config, own.layer_idx)
+def _rebuild(kind: type[nn.Module], config: Any, own: Any) -> nn.Module:
+    """Build another module of its kind, with the buffers that the model around it adds."""
+    module = kind(config, own.layer_idx)
     for name, buffer in own.named_buffers(recurse=False):
-        if name not in dict(made.named_buffers(recurse=False)):
-            made.register_buffer(name, buffer.clone(), persistent=False)
-    return made
+        if name not in dict(module.named_buffers(recurse=False)):
+            module.register_buffer(name, buffer.clone(), persistent=False)
+    return module
 
 
 def why_not_in_one_row(
@@ -173,15 +169,15 @@ def why_not_in_one_row(
     width: int,
     rounds_together: bool,
 ) -> str | None:
-    """Try out whether a module keeps the documents of a row apart. None where it does.
+    """Try whether a module keeps the documents of a row apart; return None if it does.
 
-    No gradient of the last document may reach those before, and changing them may change it by no more than
-    another equal run does: by no bit, where its kernels add up in one order.
+    No gradient of the last document may reach those before. Changing them may change it by no more than
+    another equal run does: by no bit, where its kernels add up in a fixed order.
 
     Args:
-        make: the module with fresh weights, which are replaced.
+        make: builds the module with fresh weights, which are replaced.
         width: C of its input.
-        rounds_together: see `FastStateLayer`; then its rounding may change, too.
+        rounds_together: see `FastStateLayer`; then its rounding may change too.
     """
     row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
     start = int(row.starts[-1])
@@ -192,15 +188,14 @@ def why_not_in_one_row(
             module = make().to(dtype)
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.1)
-            given, mixed = torch.randn(2, 1, row.n_tokens, width).to(dtype)
-            mixed[:, start:] = given[:, start:]
-            given.requires_grad_()
+            inputs, mixed = torch.randn(2, 1, row.n_tokens, width).to(dtype)
+            mixed[:, start:] = inputs[:, start:]
+            inputs.requires_grad_()
             for training in (True, False):
                 module.train(training)
-                before, after, again = (
-                    module(x, **boundaries(row))[0, start:] for x in (given, mixed, given)
-                )
-                (reached,) = torch.autograd.grad(before.sum(), given)  # which some refuse on some GPUs
+                runs = (module(x, **boundaries(row))[0, start:] for x in (inputs, mixed, inputs))
+                before, after, again = runs
+                (reached,) = torch.autograd.grad(before.sum(), inputs)  # some kernels refuse it on some GPUs
                 if not before.isfinite().all() or not before.any() or not reached[:, start:].any():
                     return "the installed kernels give nothing"
                 allowed = (again - before).abs().max()
@@ -208,24 +203,18 @@ def why_not_in_one_row(
                     allowed = torch.maximum(allowed, _ROUNDING * before.abs().max())
                 if reached[:, :start].any() or not (after - before).abs().max() <= allowed:
                     return "the installed kernels do not keep documents apart"
-    except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
+    except Exception as error:  # from Triton, a missing operator, or an unknown argument
         return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
     return None
 
 
-# Mamba-2 (Dao and Gu 2024, "Transformers are SSMs"): a short convolution, then a state space.
-#
-# The state and the last tokens of the convolution would go over to the next document.
-
-# Tokens of a chunk at most, within which transformers' code in torch holds a product for each pair of tokens
-_CHUNK = 64
-
-
 class FastMamba2(FastStateLayer):
-    """Takes the place of the class of a transformers Mamba-2 layer.
+    """Replaces the class of a transformers Mamba-2 layer: a short convolution, then a state space.
 
     mamba_ssm sums the decays of a chunk from its beginning, over all documents in it. A decay within a
     document is a difference of two such sums, and rounded as they are.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs".
     """
 
     rounds_together = True
@@ -234,23 +223,21 @@ class FastMamba2(FastStateLayer):
     out_proj: nn.Module
 
     def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' forward. In training its kernels read `out_proj.weight` themselves, unless that is an
-        adapter's, or comes by a hook: they would pass over it."""
+        """Run transformers' forward; in training its kernels ignore adapters and hooks of `out_proj`."""
         if not self.training or _is_plain(self.out_proj):
             return super().run_whole(hidden_states, *args, **kwargs)
-        with _set(self, training=False):  # of this module alone, which has no other use for it
+        with _set(self, training=False):  # it means nothing else in this module
             return super().run_whole(hidden_states, *args, **kwargs)
 
     def run_stack(self, hidden_SLC: Tensor) -> Tensor:
-        """Likewise, in chunks of few tokens. How long they are changes the time and the memory that torch
-        takes, and nothing of the result."""
+        """Run a stack in short chunks, which change time and memory in torch, but not the result."""
         with _set(self, chunk_size=min(self.chunk_size, _CHUNK)):
             return super().run_stack(hidden_SLC)
 
 
 @contextmanager
 def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Meanwhile a module has these attributes."""
+    """Set these attributes of a module meanwhile."""
     before = {name: vars(module)[name] for name in attributes}
     vars(module).update(attributes)
     try:
@@ -278,29 +265,21 @@ MAMBA2 = StateMixer(
 )
 
 
-# Gated delta net (Yang et al. 2024, "Gated Delta Networks"): a short convolution, then a linear attention.
-#
-# The state of the linear attention and the last tokens of the convolution would go over to the next
-# document.
-
-
-def _boundaries(row: PackedRow) -> dict[str, Any]:
-    """For causal-conv1d the number of each token's document; for flash-linear-attention where they end.
-
-    The latter also on the host: otherwise it fetches them from the device.
+def _delta_net_boundaries(row: PackedRow) -> dict[str, Any]:
+    """Return document numbers for causal-conv1d, and for flash-linear-attention the ends, on the host too:
+    else
+    it waits.
     """
 
-    def ends_on_host() -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(row.lengths)]).astype(np.int64))
-
-    ends = {"cu_seq_lens_q": row.cu_seqlens, "cu_seqlens_cpu": row.once("cu_seqlens_cpu", ends_on_host)}
-    return seq_idx(row) | ends
+    ends = row.once("cu_seqlens_cpu", lambda: torch.tensor([0, *np.cumsum(row.lengths).tolist()]))
+    return seq_idx(row) | {"cu_seq_lens_q": row.cu_seqlens, "cu_seqlens_cpu": ends}
 
 
+# Yang et al. 2024, "Gated Delta Networks"
 GATED_DELTA_NET = StateMixer(
     kind="gated delta net",
     attribute="linear_attn",
-    boundaries=_boundaries,
+    boundaries=_delta_net_boundaries,
     packages={"fla": "fla-core", "causal_conv1d": "causal-conv1d"},
     known_names="""
         A_log a_proj activation allow_neg_eigval b_proj config conv1d conv_dim conv_kernel_size dt_bias
@@ -310,8 +289,6 @@ GATED_DELTA_NET = StateMixer(
         """,
 )
 
-
-# Gated short convolution, as of LFM2: its last tokens would go over to the next document.
 
 SHORT_CONVOLUTION = StateMixer(
     kind="short convolution",

@@ -1,6 +1,8 @@
-"""The tower that turns the patches of images into tokens: all images of a row in one attention call.
+"""Run the tower that turns patches of images into tokens: all images of a row in one attention call a layer.
 
-Shapes: P patches of all images, H heads, D head size.
+A frozen tower keeps nothing for a backward pass, and may be replayed from CUDA graphs.
+
+Shapes: P patches of all images, H heads, D head size, C features.
 """
 
 from collections.abc import Mapping
@@ -18,24 +20,21 @@ from transformers import vision_utils
 from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.cuda_graphs.tower import Patches, Run, TowerGraphs
 from unsloth_pack.kernels import gated, rope_qk
-from unsloth_pack.layers.mlp import activation_of
+from unsloth_pack.layers.mlp import name_activation
 from unsloth_pack.lora.linear import computes_in, project, run_fused
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.models.spec import VisionSpec
 from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
-# The gated MLPs in the layers of a tower.
-
-_ALIGNMENT = 128  # bits; where rows begin at multiples of them, the hardware copies tiles of them by itself
+_ALIGNMENT = 128  # bits; rows that begin at multiples are copied by the hardware itself
 
 
 class FastTowerMLP(nn.Module):
-    """Takes the place of the class of a tower's gated MLP.
+    """Replaces the class of a tower's gated MLP.
 
-    Qwen2.5-VL's has 3,420 features, so that their rows in 16 bits do not begin where fast GEMMs need them to.
-    Where nothing is kept for a backward pass, features of zero are added. The weights are copied every time,
-    so that no copy can be an old one.
+    Qwen2.5-VL's has 3,420 features, so its rows in 16 bits are not aligned for fast GEMMs. Where nothing is
+    kept for a backward pass, zero features are added. The weights are copied anew every time.
     """
 
     act_fn: nn.Module
@@ -45,23 +44,23 @@ class FastTowerMLP(nn.Module):
 
     @no_compile
     def forward(self, hidden_state: Tensor) -> Tensor:
-        """`[.., C]` through the gate, up and down projections."""
-        activation = activation_of(self.act_fn)
+        """Run `[.., C]` through the gate, up and down projections."""
+        activation = name_activation(self.act_fn)
         if activation is None:  # it was replaced, or has hooks now
             return super().forward(hidden_state)
         inner: list[Any] = [self.gate_proj, self.up_proj]
         down = self.down_proj
         if run_fused(hidden_state, [*inner, down]):
             return gated_mlp(hidden_state, inner, down, activation, keep=True)
-        if missing := _missing_features(hidden_state, [*inner, down]):
-            gate, up = (_with_more_features(layer, hidden_state, missing) for layer in inner)
+        if missing := _count_missing_features(hidden_state, [*inner, down]):
+            gate, up = (_run_padded(layer, hidden_state, missing) for layer in inner)
             return F.linear(gated(gate, up, activation), F.pad(down.weight, (0, missing)), down.bias)
         gate, up = project(hidden_state, inner)
         return down(gated(gate, up, activation))
 
 
-def _missing_features(x: Tensor, layers: list[Any]) -> int:
-    """How many features to add so that rows are aligned; 0 where a backward pass would keep the copies."""
+def _count_missing_features(x: Tensor, layers: list[Any]) -> int:
+    """Return how many features to add to align rows; 0 where a backward pass would keep the copies."""
     if not all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers):
         return 0
     if torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers)):
@@ -69,19 +68,17 @@ def _missing_features(x: Tensor, layers: list[Any]) -> int:
     return -layers[-1].in_features % (_ALIGNMENT // torch.finfo(computes_in(x)).bits)
 
 
-def _with_more_features(layer: nn.Linear, x: Tensor, missing: int) -> Tensor:
+def _run_padded(layer: nn.Linear, x: Tensor, missing: int) -> Tensor:
     bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
     return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
 
 
-# The LayerNorms inside the layers of a tower, which autocast would widen.
-
-# Of the layers of all towers here; what they make goes into linear layers alone
+# Names in all towers; their outputs go into linear layers alone
 NORMS = ("norm1", "norm2", "layer_norm1", "layer_norm2", "layernorm_before", "layernorm_after")
 
 
 class FastTowerNorm(nn.Module):
-    """Takes the place of the class of a LayerNorm whose output goes into linear layers alone.
+    """Replaces the class of a LayerNorm whose output goes into linear layers alone.
 
     Autocast makes it read and write float32, which the linear layers round to 16 bits at once. In 16 bits it
     computes in float32 too, and rounds as they do.
@@ -90,7 +87,7 @@ class FastTowerNorm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[.., C]` of `[.., C]`."""
+        """Norm `[.., C]`."""
         device = hidden_states.device.type
         if not is_autocast_enabled(device):
             return super().forward(hidden_states)
@@ -99,13 +96,11 @@ class FastTowerNorm(nn.Module):
             return super().forward(hidden_states)
 
 
-# A tower that keeps nothing for a backward pass where it is frozen, and may be replayed from CUDA graphs.
-
 READ_ON_HOST = "what comes beside the pixels is read on the host"
 
 
-def gradients_of(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
-    """A context in which gradients are kept only if a tower's pixels or its weights have any."""
+def tower_gradients(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
+    """Enable gradients only if a tower's pixels or weights need them."""
     trains = pixels.requires_grad or any(weight.requires_grad for weight in tower.parameters())
     return torch.set_grad_enabled(torch.is_grad_enabled() and trains)
 
@@ -115,45 +110,41 @@ class CapturedTower(nn.Module):
 
     tower_graphs: TowerGraphs
 
-    def _replayed(self, run: Run, patches: Patches, asked: dict[str, Any]) -> Any:
-        """What `run` makes of patches without gradients, from graphs where these know what is asked."""
-        if any(not (value is None or isinstance(value, int)) for value in asked.values()):
+    def _replay(self, run: Run, patches: Patches, options: dict[str, Any]) -> Any:
+        """Run `run` on patches without gradients, from graphs if these know all keywords."""
+        if any(not (value is None or isinstance(value, int)) for value in options.values()):
             self.tower_graphs.leave_out(READ_ON_HOST)
             return run(patches)
-        return self.tower_graphs.output(self, run, replace(patches, asked=asked))
+        return self.tower_graphs.output(self, run, replace(patches, asked=options))
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
-        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT makes modules anew from this class
+        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT builds new modules of this class
             graphs.let_go(self)
         return moved
 
 
 class FrozenTower(CapturedTower):
-    """Takes the place of the class of a tower whose images are a batch, for what it does about gradients.
+    """Replaces the class of a tower whose images are a batch, to skip the backward pass of a frozen tower.
 
-    Trainers that checkpoint make the output of a tower's embedding require a gradient by a hook; a frozen
-    tower would then run its whole backward pass for nothing.
+    Trainers that checkpoint make the output of a tower's embedding require a gradient by a hook.
     """
 
     @no_compile
     def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The tower's own, without gradients where it is frozen; then replayed from CUDA graphs where
-        launching it holds the GPU up."""
-        of_transformers = super().forward
-        with gradients_of(self, pixel_values):
+        """Run the tower, without gradients if it is frozen; then from CUDA graphs if launch-bound."""
+        theirs = super().forward
+        with tower_gradients(self, pixel_values):
             if torch.is_grad_enabled() or args:
-                return of_transformers(pixel_values, *args, **kwargs)
-
-            def run(patches: Patches) -> Any:
-                return of_transformers(patches.pixels, **kwargs)
-
-            return self._replayed(run, Patches(pixel_values), kwargs)
+                return theirs(pixel_values, *args, **kwargs)
+            return self._replay(
+                lambda patches: theirs(patches.pixels, **kwargs), Patches(pixel_values), kwargs
+            )
 
 
-_PLACES = "window_index"  # to which place each run of patches goes that becomes one token
-_MADE_ON_HOST = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
+_PLACES = "window_index"  # the place of each run of patches that becomes one token
+_HOST_KEYWORDS = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
 
 
 @dataclass(frozen=True)
@@ -168,16 +159,17 @@ class TowerRows:
     images: PackedRow
     windows: PackedRow | None = None
 
-    def of(self, cu_seqlens: Tensor) -> PackedRow:
-        """Those that a layer is given by their `cu_seqlens`."""
-        is_of_windows = self.windows is not None and cu_seqlens is self.windows.cu_seqlens
-        return self.windows if is_of_windows and self.windows is not None else self.images
+    def select(self, cu_seqlens: Tensor) -> PackedRow:
+        """Select the segments by the `cu_seqlens` of a layer."""
+        if self.windows is not None and cu_seqlens is self.windows.cu_seqlens:
+            return self.windows
+        return self.images
 
 
 class FastTower(CapturedTower):
-    """Takes the place of a tower's class: makes what its layers share from the grids, once and on the host.
+    """Replaces the class of a tower: computes what its layers share from the grids, once and on the host.
 
-    What is frozen keeps nothing for a backward pass, whatever hooks a trainer has set on its embedding.
+    A frozen tower keeps nothing for a backward pass, whatever hooks a trainer sets on its embedding.
     """
 
     vision_spec: VisionSpec
@@ -189,61 +181,57 @@ class FastTower(CapturedTower):
 
     @no_compile
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """transformers' own, with one attention call a layer; replayed from CUDA graphs where all of it is
-        frozen and launching it holds the GPU up.
+        """Run transformers' forward with one attention call a layer; from CUDA graphs if frozen, launch-
+        bound.
 
         Args:
             hidden_states: `[P, pixels of a patch]`.
             grid_thw: `[images, 3]`, the patches of every image in time, height and width; on the host it
                 spares a wait for the device.
         """
-        of_transformers = super().forward
+        theirs = super().forward
         trains = torch.is_grad_enabled() and (hidden_states.requires_grad or self._layers_train())
         self.patch_embed.is_frozen = not trains
-        if any(name in kwargs for name in _MADE_ON_HOST):  # a caller who has made them knows the segments
-            return of_transformers(hidden_states, grid_thw, **kwargs)
+        if any(name in kwargs for name in _HOST_KEYWORDS):  # their caller knows the segments
+            return theirs(hidden_states, grid_thw, **kwargs)
 
         def run(patches: Patches) -> Any:
-            return of_transformers(patches.pixels, grid_thw, **_shared(patches), **kwargs)
+            return theirs(patches.pixels, grid_thw, **_name_shared(patches), **kwargs)
 
-        patches = self._described(hidden_states, grid_thw.to("cpu", torch.int64))
+        patches = self._describe(hidden_states, grid_thw.to("cpu", torch.int64))
         if torch.is_grad_enabled() or kwargs.keys() - {"return_dict"}:
             return run(patches)
         return self.tower_graphs.output(self, run, patches)
 
     def _layers_train(self) -> bool:
-        """Whether anything before the aligner does."""
+        """Return whether anything before the aligner trains."""
         aligner = tuple(path.split(".", 1)[1] for path in self.vision_spec.aligner)
         return any(
             weight.requires_grad for name, weight in self.named_parameters() if not name.startswith(aligner)
         )
 
-    def _described(self, pixels: Tensor, grids: Tensor) -> Patches:
-        """The patches, with what transformers' forward would make of the grids on the device."""
+    def _describe(self, pixels: Tensor, grids: Tensor) -> Patches:
+        """Compute on the host what transformers' forward would compute of the grids on the device."""
         spec, merge = self.vision_spec, getattr(self.config, self.vision_spec.merge)
         frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
         rows = [PackedRow.of_lengths(tuple(frames.tolist()), pixels.device)]
         sizes = tuple(map(tuple, grids.tolist()))
-        made = {"position_ids": np.concatenate([_positions(size, merge) for size in sizes])}
+        by_name = {"position_ids": np.concatenate([_positions(size, merge) for size in sizes])}
         if spec.windows:
-            index, ends = vision_utils.get_vision_window_index(
-                grids,
-                spatial_merge_size=merge,
-                window_size=self.config.window_size,
-                patch_size=self.config.patch_size,
-            )
+            sides = {"window_size": self.config.window_size, "patch_size": self.config.patch_size}
+            index, ends = vision_utils.get_vision_window_index(grids, spatial_merge_size=merge, **sides)
             rows.append(PackedRow.of_lengths(tuple(ends.diff().tolist()), pixels.device))
-            made[_PLACES] = index.numpy()
+            by_name[_PLACES] = index.numpy()
         if spec.interpolates:
             table = (self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners)
             indices, weights = zip(*(_interpolation(size, merge, *table) for size in sizes), strict=True)
-            made |= {"interp_indices": np.concatenate(indices), "interp_weights": np.concatenate(weights)}
-        by_patch = {name: rows[0].upload(value) for name, value in made.items()}
+            by_name |= {"interp_indices": np.concatenate(indices), "interp_weights": np.concatenate(weights)}
+        by_patch = {name: rows[0].upload(value) for name, value in by_name.items()}
         return Patches(pixels, by_patch, _PLACES if spec.windows else None, rows)
 
 
-def _shared(patches: Patches) -> Mapping[str, Any]:
-    """What all layers read, under the names by which transformers' forward takes it."""
+def _name_shared(patches: Patches) -> Mapping[str, Any]:
+    """Name what all layers read as transformers' forward takes it."""
     images, *windows = patches.rows
     shared: dict[str, Any] = {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
     for row in windows:
@@ -253,11 +241,7 @@ def _shared(patches: Patches) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=256)
 def _positions(size: tuple[int, ...], merge: int) -> np.ndarray:
-    """`[P, 2]` int64: row and column of every patch of one image.
-
-    Args:
-        size: of the image, in patches: time, height and width.
-    """
+    """Return `[P, 2]` int64: row and column of every patch, for a `size` of patches."""
     return vision_utils.get_vision_position_ids(torch.tensor([size]), merge).numpy()
 
 
@@ -265,7 +249,7 @@ def _positions(size: tuple[int, ...], merge: int) -> np.ndarray:
 def _interpolation(
     size: tuple[int, ...], merge: int, side: int, mode: str, align_corners: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which learned positions every patch of one image lies between, and their weights; both `[P, taps]`.
+    """Return which learned positions each patch lies between, and their weights; both `[P, taps]`.
 
     Args:
         size: of the image, in patches: time, height and width.
@@ -282,11 +266,7 @@ def _interpolation(
 
 
 class FastPatchEmbed(nn.Module):
-    """Takes the place of the class of a tower's first layer.
-
-    Trainers that checkpoint make its output require a gradient by a hook; a frozen tower would then run its
-    whole backward pass for nothing.
-    """
+    """Replaces the class of a tower's first layer; see `FrozenTower` for gradients."""
 
     is_frozen: bool
     proj: nn.Module
@@ -296,9 +276,9 @@ class FastPatchEmbed(nn.Module):
         return embedded.detach() if self.is_frozen else embedded
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[P, C]` of `[P, pixels of a patch]`.
+        """Compute `[P, C]` from `[P, pixels of a patch]`.
 
-        Every patch meets the convolution's kernel once, so that it is one product; cuDNN is slower.
+        Every patch meets the convolution's kernel once, so it is one product; cuDNN is slower.
         """
         proj = self.proj
         if type(proj) is not nn.Conv3d or has_hooks(proj):
@@ -307,7 +287,7 @@ class FastPatchEmbed(nn.Module):
 
 
 class FastTowerAttention(nn.Module):
-    """Takes the place of the class of a tower's attention, in which no image sees another."""
+    """Replaces the class of a tower's attention, in which no image sees another."""
 
     attn_backend: str
     num_heads: int
@@ -325,10 +305,10 @@ class FastTowerAttention(nn.Module):
         tower_rows: TowerRows | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """`[P, C]` of `[P, C]`.
+        """Compute `[P, C]` from `[P, C]`.
 
         Args:
-            cu_seqlens: which of `tower_rows` this layer attends within.
+            cu_seqlens: selects among `tower_rows`.
             position_embeddings: `cos` and `sin`, `[P, D]`.
         """
         if tower_rows is None or position_embeddings is None:
@@ -338,5 +318,5 @@ class FastTowerAttention(nn.Module):
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *position_embeddings)
         options = AttentionOptions(self.scaling, causal=False)
-        out = attend(q_PHD, k_PHD, v_PHD, tower_rows.of(cu_seqlens), options, self.attn_backend)
+        out = attend(q_PHD, k_PHD, v_PHD, tower_rows.select(cu_seqlens), options, self.attn_backend)
         return self.proj(out.flatten(1))

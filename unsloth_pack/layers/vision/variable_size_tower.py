@@ -1,4 +1,4 @@
-"""The tower whose images come with their sizes: all of them in one attention call a layer.
+"""Run the tower whose images come with their sizes: all of them in one attention call a layer.
 
 transformers keeps images apart by a mask of all patches by all patches.
 
@@ -17,16 +17,15 @@ from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.cuda_graphs.tower import Patches
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import rope_qk
-from unsloth_pack.layers.vision.tower import CapturedTower, gradients_of
+from unsloth_pack.layers.vision.tower import CapturedTower, tower_gradients
 from unsloth_pack.modules.hooks import no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 
 class FastVariableSizeTower(CapturedTower):
-    """Takes the place of the class of a tower: cuts images into patches, without a mask over all of them.
+    """Replaces the class of a tower that cuts images into patches, without a mask over all of them.
 
-    What is frozen keeps nothing for a backward pass. Behind the patches it is replayed from CUDA graphs then,
-    where launching it holds the GPU up.
+    A frozen one keeps nothing for a backward pass, and may be replayed from CUDA graphs.
     """
 
     patch_size: int
@@ -37,7 +36,7 @@ class FastVariableSizeTower(CapturedTower):
 
     @no_compile
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Any:
-        """The features of all patches, `[1, P, C]`.
+        """Return the features of all patches, `[1, P, C]`.
 
         Args:
             pixel_values: `[images, channels, height, width]`, padded behind each image.
@@ -47,26 +46,26 @@ class FastVariableSizeTower(CapturedTower):
         Raises:
             InputError: an image is larger than its pixels.
         """
-        with gradients_of(self, pixel_values):
-            patches = self._patches(pixel_values, image_sizes)
+        with tower_gradients(self, pixel_values):
+            patches = self._cut_patches(pixel_values, image_sizes)
             if torch.is_grad_enabled():
-                return self._seen(patches, **kwargs)
-            return self._replayed(lambda given: self._seen(given, **kwargs), patches, kwargs)
+                return self._encode(patches, **kwargs)
+            return self._replay(lambda patches: self._encode(patches, **kwargs), patches, kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _seen(self, patches: Patches, **kwargs: Any) -> Any:
+    def _encode(self, patches: Patches, **kwargs: Any) -> Any:
         hidden_1PC, (row,) = self.ln_pre(patches.pixels[None]), patches.rows
         angles = self.patch_positional_embedding(hidden_1PC, patches.by_patch["places"])
         return self.transformer(
             hidden_1PC, attention_mask=None, position_embeddings=angles, tower_rows=row, **kwargs
         )
 
-    def _patches(self, pixel_values: Tensor, image_sizes: Any) -> Patches:
-        """Features and places of all patches, `[P, C]` and `[P, 2]`."""
+    def _cut_patches(self, pixel_values: Tensor, image_sizes: Any) -> Patches:
+        """Cut images into patches: features `[P, C]` and places `[P, 2]`."""
         side, shape = self.patch_size, tuple(pixel_values.shape[-2:])
-        given = [shape] * len(pixel_values) if image_sizes is None else image_sizes
-        sizes = np.array(given.tolist() if isinstance(given, Tensor) else given)
+        sizes = [shape] * len(pixel_values) if image_sizes is None else image_sizes
+        sizes = np.array(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
         if (sizes > shape).any():
             image = int(np.flatnonzero((sizes > shape).any(axis=1))[0])
             raise InputError(
@@ -84,7 +83,7 @@ class FastVariableSizeTower(CapturedTower):
 
 
 class FastVariableSizeAttention(nn.Module):
-    """Takes the place of the class of that tower's attention, in which no image sees another."""
+    """Replaces the class of that tower's attention, in which no image sees another."""
 
     attn_backend: str
     num_heads: int
@@ -104,7 +103,7 @@ class FastVariableSizeAttention(nn.Module):
         tower_rows: PackedRow | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[1, P, C]` of `[1, P, C]`.
+        """Compute `[1, P, C]` from `[1, P, C]`.
 
         Args:
             position_embeddings: `cos` and `sin`, `[P, D]`.
