@@ -317,7 +317,7 @@ def test_when_auto_takes_triton(capability, dtype, head_dim, options, name, why,
         cached.cache_clear()
     kernels[0] = capability
     monkeypatch.setattr(flash, "KERNELS", flash.KERNELS[2:])  # without the one that is made for Hopper
-    monkeypatch.setattr(backends, "_error_of_a_tiny_step", lambda backend, need: None)
+    monkeypatch.setattr(backends, "_try_tiny_step", lambda backend, need: None)
     monkeypatch.setitem(sys.modules, "xformers", None)
     need = AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1, **options))
     chosen, reason = choose_backend("auto", need)

@@ -55,8 +55,8 @@ def test_a_row_comes_from_another_process():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_trainer_of_a_run_reads_nothing_back(workers, tmp_path, described, no_chunked_head, monkeypatch):
     """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
-    entered, row_itself = [], describe._row_itself
-    monkeypatch.setattr(describe, "_row_itself", lambda row, *a: entered.append(row) or row_itself(row, *a))
+    entered, row_itself = [], describe._check_row
+    monkeypatch.setattr(describe, "_check_row", lambda row, *a: entered.append(row) or row_itself(row, *a))
     rows = Dataset.from_list([example(seed=seed) for seed in range(4)])
     config = sft_config(
         str(tmp_path),

@@ -267,7 +267,7 @@ def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     if backend != "sdpa":  # cannot run here: what is asked of it is the same
         captured = BACKENDS[backend].can_be_captured
         choice = Choice(backend, "", None if captured else f"{backend} reads the row on the host")
-    parts = DecoderParts.of(decoder, spec, [choice] * len(decoder.layers))
+    parts = DecoderParts.from_decoder(decoder, spec, [choice] * len(decoder.layers))
     why = _why_never_captured(decoder, parts, {}, [choice])
     assert why == (None if backend in ("flash", "triton") else f"{backend} reads the row on the host")
 

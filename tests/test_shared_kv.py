@@ -74,7 +74,7 @@ def test_a_step_without_experts_may_be_captured():
     tables, spec = decoder.rotary_tables, decoder.spec
     patch.undo()
     choices = [Choice("sdpa", "", None)] * len(decoder.layers)
-    parts = DecoderParts.of(decoder, spec, choices)
+    parts = DecoderParts.from_decoder(decoder, spec, choices)
     on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
     decoder.get_input_embeddings = lambda: on_gpu
     assert _why_never_captured(decoder, parts, tables, []) is None

@@ -1,4 +1,4 @@
-"""`FastLanguageModel`: load a model, adapt it, switch between training and inference. For notebooks."""
+"""`FastLanguageModel`: load a model, adapt it, switch between training and inference."""
 
 import logging
 import os
@@ -48,7 +48,6 @@ from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules.walk import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 from unsloth_pack.unsloth_arguments import (
-    device_map_of,
     take_adapter_arguments,
     take_loading_arguments,
     take_trained_ends,
@@ -91,11 +90,11 @@ class FastLanguageModel:
         random_state: int = 3407,
         **hf_kwargs: Any,
     ) -> tuple[Any, PreTrainedTokenizerBase]:
-        """A patched model and its tokenizer.
+        """Load a patched model and its tokenizer.
 
         Args:
-            model_name: "demo" or "vision-demo" (bundled), a local folder of a model or of a saved adapter,
-                or a hub name.
+            model_name: "demo" or "vision-demo" (bundled), a local folder of a model or of a saved adapter, or
+                a hub name.
             max_seq_length: tokens of the longest document or packed row, at most the model's positions.
             dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32.
                 For full fine-tuning None means float32, since small updates are lost in 16 bits.
@@ -108,18 +107,17 @@ class FastLanguageModel:
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
             token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
-                `unpad` among them is that of `patch_model`. Unsloth's own arguments are taken where they ask
-                for nothing, such as `fast_inference=False`, and refused otherwise.
+                `unpad` is passed to `patch_model`. Unsloth's own arguments are accepted where they change
+                nothing, such as `fast_inference=False`, and refused otherwise.
             random_state: seed of Python, numpy and torch.
 
         Returns:
             The model (a PEFT model if `model_name` is an adapter's folder) and the tokenizer. The model is
-            ready to generate, or to train where `full_finetuning` is set.
+            ready to generate, or to train with `full_finetuning`.
 
         Raises:
             UnsupportedArchitecture: no patch is declared for the model.
-            InputError: arguments that contradict each other or are unknown, or a model that cannot be found
-                or loaded.
+            InputError: arguments contradict each other or are unknown, or a model cannot be found or loaded.
         """
         check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, LAST_SEED)
@@ -137,13 +135,13 @@ class FastLanguageModel:
         arch_spec_for(text_config.model_type)
         refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         check_positions(max_seq_length, model_name, text_config)
-        of_tokens = tokenizer_folder(model_name)
-        tokenizer = load_tokenizer(of_tokens, **hub)
+        tokenizer_source = tokenizer_folder(model_name)
+        tokenizer = load_tokenizer(tokenizer_source, **hub)
         model = load_model(
             source,
             config=config,
             dtype=dtype,
-            device_map=_device_map(device_map_of(device_map)),
+            device_map=_resolve_device_map(device_map),
             quantization_config=quantization(load_in_4bit, load_in_8bit, dtype, kept_in_16_bits(config)),
             **hub,
             **files,
@@ -151,23 +149,21 @@ class FastLanguageModel:
         )
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
-            # An adapter stores this name of its base; a path into this package would not last. The
-            # configuration keeps the path, by which trainers load a reference model or a tokenizer.
+            # An adapter stores this name, as a path into this package would not last. The configuration
+            # keeps the path, from which trainers load a reference model or a tokenizer.
             model.name_or_path = bundled[0]
-        elif os.path.isdir(source):  # from another folder, `models/llama` would be a name on the hub
+        elif os.path.isdir(source):  # elsewhere `models/llama` would be a name on the hub
             model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
         if load_in_fp8:
-            if model.dtype != torch.bfloat16:
-                raise InputError(
-                    f"load_in_fp8=True computes in bfloat16, dtype is {model.dtype}; leave dtype out"
-                )
+            if (actual := model.dtype) != torch.bfloat16:
+                raise InputError(f"load_in_fp8=True computes in bfloat16, dtype is {actual}; leave dtype out")
             quantize_to_fp8(model)
         if load_in_4bit:
             keep_from_packing(model)
             quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
-            if adapter == of_tokens:
+            if adapter == tokenizer_source:
                 match_vocabulary(model, adapter)
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
@@ -193,16 +189,16 @@ class FastLanguageModel:
         max_seq_length: int | None = None,
         **lora_kwargs: Any,
     ) -> Any:
-        """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
+        """Put a LoRA adapter (Hu et al. 2021) on the model, through PEFT, ready to train.
 
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
             target_modules: names of linear layers, "all-linear", or None for the projections of the
-                architecture. Names of an expert's layers, such as "gate_proj", mean the stacks of all
-                experts too, and neither None nor "all-linear" adapts their routers. A list with the head
-                ("lm_head") trains it in full, and the embeddings too if it names them, as `modules_to_save`;
-                with `adapter_on_head=True` they get an adapter.
+                architecture. Names of an expert's layers, such as "gate_proj", mean the stacks of all experts
+                too; neither None nor "all-linear" adapts their routers. A list with the head ("lm_head")
+                trains it in full, and the embeddings too if it names them, as `modules_to_save`; with
+                `adapter_on_head=True` they get an adapter.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
@@ -211,13 +207,13 @@ class FastLanguageModel:
                 free memory allows.
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
-            max_seq_length: None, or what `from_pretrained` was given; anything else is refused.
+            max_seq_length: None, or the value passed to `from_pretrained`; anything else is refused.
             lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`; and Unsloth's
                 `finetune_attention_modules` and `finetune_mlp_modules`, False to leave those projections out.
 
         Raises:
-            InputError: an argument out of range or unknown to PEFT, a target that the model does not have, or
-                a model that already has an adapter.
+            InputError: an argument is out of range or unknown to PEFT, the model does not have a target, or
+                it has an adapter already.
         """
         _check_adaptable(model, max_seq_length)
         check_mode(use_gradient_checkpointing)
@@ -227,28 +223,25 @@ class FastLanguageModel:
         require_whole("random_state", random_state, 0, LAST_SEED)
         if loftq_config:
             check_loftq(loftq_config)
-        in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-        if in_fp8 and (use_dora or loftq_config):
-            named = "use_dora" if use_dora else "loftq_config"
-            raise InputError(f"{named} needs the exact base weights; load without load_in_fp8")
-        loftq: dict[str, Any] = (
-            {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
-            if loftq_config
-            else {}
-        )
+        has_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+        if has_fp8 and (use_dora or loftq_config):
+            name = "use_dora" if use_dora else "loftq_config"
+            raise InputError(f"{name} needs the exact base weights; load without load_in_fp8")
+        loftq: dict[str, Any] = {}
+        if loftq_config:
+            loftq = {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
         target_modules = take_adapter_arguments(model, target_modules, lora_kwargs)
         if not lora_kwargs.pop("adapter_on_head", False):
             target_modules, modules_to_save = take_trained_ends(model, target_modules, modules_to_save)
-        given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
-        of_peft = {"lora_dropout": lora_dropout, "use_dora": use_dora}
-        targets = lora_targets(model, target_modules, given | of_peft)
+        options = {"layers_to_transform": layers_to_transform, **lora_kwargs}
+        all_options = options | {"lora_dropout": lora_dropout, "use_dora": use_dora}
+        targets = lora_targets(model, target_modules, all_options)
         for note in targets.notes:
             logger.warning("%s", note)
-        refuse_on_stacks(targets, given | of_peft | {"loftq_config": loftq_config})
-        check_parts(model, bias, modules_to_save, given)
+        refuse_on_stacks(targets, all_options | {"loftq_config": loftq_config})
+        check_parts(model, bias, modules_to_save, options)
         tell_of_longer_names(model, modules_to_save or ())
-        rows = given.get("trainable_token_indices")
-        refuse_adapted_rows(model, targets.paths, rows)
+        refuse_adapted_rows(model, targets.paths, options.get("trainable_token_indices"))
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
@@ -265,12 +258,12 @@ class FastLanguageModel:
                     "lora_alpha": lora_alpha,
                     "task_type": "CAUSAL_LM",
                     **loftq,
-                    **targets.config_fields(r, lora_alpha, given),
+                    **targets.config_fields(r, lora_alpha, options),
                 },
             )
-            with warnings.catch_warnings():  # PEFT looks for these patterns among modules alone
+            with warnings.catch_warnings():  # PEFT matches these patterns against modules alone
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
-                # Saving and merging untie what is tied where it has to be
+                # Saving and merging untie weights where they must
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 with stand_ins(model):
                     adapted = get_peft_model(model, config)
@@ -283,27 +276,27 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """The model, ready to generate: no dropout, no recomputation, cache on."""
+        """Prepare the model to generate: no dropout, no recomputation, cache on."""
         require_model(model)
         return model.eval()
 
     @staticmethod
     def for_training(model: Any) -> Any:
-        """The model, ready to train again."""
+        """Prepare the model to train again."""
         require_model(model)
         return model.train()
 
 
-FastModel = FastLanguageModel  # as newer notebooks call it
+FastModel = FastLanguageModel  # the name in newer notebooks
 
 
 def is_bfloat16_supported() -> bool:
-    """Whether the GPU computes in bfloat16; False without a GPU. `dtype=None` then means bfloat16."""
+    """Return whether the GPU computes in bfloat16, which `dtype=None` then means; False without a GPU."""
     return weight_dtype(None) == torch.bfloat16
 
 
 def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
-    """Refuse what no adapter can be put on, and rows of another length than the model was loaded for."""
+    """Refuse a model that takes no adapter, and another `max_seq_length` than it was loaded with."""
     require_model(model, "give what from_pretrained returned first")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise InputError(
@@ -323,9 +316,9 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Let torch reserve GPU memory in segments that grow: rows of changing lengths then leave fewer gaps.
+    """Let torch reserve GPU memory in growing segments, so that rows of changing lengths leave fewer gaps.
 
-    Changes nothing if the process has reserved memory already, or the environment configures the allocator.
+    Does nothing if the process has reserved memory already, or the environment configures the allocator.
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
@@ -334,27 +327,30 @@ def _let_segments_grow() -> None:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def _device_map(device_map: Any) -> Any:
+def _resolve_device_map(device_map: Any) -> Any:
+    """Return `device_map` as transformers takes it; a process trains on its one GPU by default."""
+    if device_map is None or device_map == "sequential":  # Unsloth's default
+        return own_device()
     places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     names_gpu = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
     if names_gpu and not torch.cuda.is_available():
         raise InputError(f"device_map is {device_map!r}, but there is no GPU; leave it out")
-    return own_device() if device_map is None else device_map
+    return device_map
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
     for method in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, push_to_hub_gguf):
-        setattr(model, method.__name__, _bound(method, model))
+        setattr(model, method.__name__, _bind(method, model))
     remember_use_cache(model.get_base_model() if isinstance(model, PeftModel) else model)
     if isinstance(model, PeftModel):
-        model.__dict__["save_pretrained"] = _bound(save_adapter, model)
+        model.__dict__["save_pretrained"] = _bind(save_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # memory that only loading and quantising needed
     return model
 
 
-def _bound(function: Any, model: nn.Module) -> Any:
-    """A method of this one model. A bound method would be pickled by name, and the class has no such name."""
+def _bind(function: Any, model: nn.Module) -> Any:
+    """Bind a method to this one model; a bound method would be pickled by a name that the class lacks."""
     method = partial(function, model)
     method.__doc__ = function.__doc__
     return method

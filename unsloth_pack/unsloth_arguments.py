@@ -1,4 +1,4 @@
-"""Arguments of Unsloth's functions that are none of ours, transformers' or PEFT's."""
+"""Accept or refuse the arguments of Unsloth's functions that are neither ours nor transformers' or PEFT's."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ from unsloth_pack.lora.targets import default_names
 
 _MEMORY = "get_peft_model takes use_gradient_checkpointing, 'auto' among its values"
 _VLLM = "save the model with save_pretrained_merged and serve that with vLLM"
-# Of from_pretrained: the values that ask for nothing, and what to do instead of any other
+# Of from_pretrained: the values that change nothing, and the remedy for any other
 _LOADING: dict[str, tuple[Collection[Any], str]] = {
     "fast_inference": ((False, None), f"this package has no vLLM inside; {_VLLM}"),
     "gpu_memory_utilization": ((), f"it is an option of vLLM; leave it out, or {_VLLM}"),
@@ -33,7 +33,7 @@ _LOADING: dict[str, tuple[Collection[Any], str]] = {
     "whisper_language": ((None,), "models of sound are not trained; leave it out"),
     "whisper_task": ((None,), "models of sound are not trained; leave it out"),
 }
-# Of save_pretrained_merged and push_to_hub_merged, likewise; None for any value
+# Of save_pretrained_merged and push_to_hub_merged; None accepts any value
 _SAVING: dict[str, tuple[Collection[Any] | None, str]] = {
     "push_to_hub": ((False, None), "call push_to_hub_merged"),
     "token": (None, ""),
@@ -51,61 +51,61 @@ _SAVING: dict[str, tuple[Collection[Any] | None, str]] = {
 }
 _PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
-_MAPS = ("sequential",)  # Unsloth's default: the model on as few GPUs as hold it
 
 logger = logging.getLogger("unsloth_pack")
 
 
-def take_loading_arguments(given: dict[str, Any]) -> None:
+def take_loading_arguments(arguments: dict[str, Any]) -> None:
     """Take Unsloth's own arguments out of those of `from_pretrained`.
 
     Raises:
-        InputError: one asks for what is not here; the line says what to do.
+        InputError: one asks for something that is not supported; the line has the remedy.
     """
-    _take(_LOADING, given, "from_pretrained")
-    if "use_gradient_checkpointing" in given and given["use_gradient_checkpointing"] in (False, None, "none"):
-        del given["use_gradient_checkpointing"]
+    _take(_LOADING, arguments, "from_pretrained")
+    if "use_gradient_checkpointing" in arguments and arguments["use_gradient_checkpointing"] in (
+        False,
+        None,
+        "none",
+    ):
+        del arguments["use_gradient_checkpointing"]
 
 
-def take_saving_arguments(given: dict[str, Any], method: str) -> None:
+def take_saving_arguments(arguments: dict[str, Any], method: str) -> None:
     """Take Unsloth's own arguments out of those of a method that saves.
 
     Raises:
-        InputError: one asks for what is not here, or is unknown.
+        InputError: one asks for something that is not supported, or is unknown.
     """
-    _take(_SAVING, given, method)
-    if given:
-        raise InputError(f"{method} does not take {', '.join(sorted(given))}; leave it out")
+    _take(_SAVING, arguments, method)
+    if arguments:
+        raise InputError(f"{method} does not take {', '.join(sorted(arguments))}; leave it out")
 
 
-def _take(known: Mapping[str, tuple[Collection[Any] | None, str]], given: dict[str, Any], taker: str) -> None:
-    for name in [name for name in known if name in given]:
-        meaningless, remedy = known[name]
-        value = given.pop(name)
-        if meaningless is not None and (type(value), value) not in [(type(one), one) for one in meaningless]:
+def _take(
+    known: Mapping[str, tuple[Collection[Any] | None, str]], arguments: dict[str, Any], taker: str
+) -> None:
+    for name in [name for name in known if name in arguments]:
+        accepted, remedy = known[name]
+        value = arguments.pop(name)
+        if accepted is not None and (type(value), value) not in [(type(one), one) for one in accepted]:
             raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
 
 
-def device_map_of(given: Any) -> Any:
-    """`device_map` as transformers takes it: a process trains on its one GPU, unless it is told otherwise."""
-    return None if given in _MAPS else given
-
-
-def take_adapter_arguments(model: Any, targets: Any, given: dict[str, Any]) -> Any:
-    """Take Unsloth's own arguments out of those of `get_peft_model`; returns what to adapt.
+def take_adapter_arguments(model: Any, targets: Any, arguments: dict[str, Any]) -> Any:
+    """Take Unsloth's own arguments out of those of `get_peft_model`; return what to adapt.
 
     Args:
         targets: `target_modules`.
-        given: further arguments. `finetune_attention_modules` and `finetune_mlp_modules` choose among the
+        arguments: further arguments. `finetune_attention_modules` and `finetune_mlp_modules` choose among the
             default targets.
 
     Raises:
-        InputError: one asks for what is not here.
+        InputError: one asks for something that is not supported.
     """
-    if given.pop("qat_scheme", None) is not None:
+    if arguments.pop("qat_scheme", None) is not None:
         raise InputError("qat_scheme is given, but training for quantisation is not here; leave it out")
-    given.pop("temporary_location", None)  # nothing is put aside
-    wishes = {part: given.pop(f"finetune_{part}", None) for part in _PARTS}
+    arguments.pop("temporary_location", None)
+    wishes = {part: arguments.pop(f"finetune_{part}", None) for part in _PARTS}
     for part, wish in wishes.items():
         if wish not in (None, True, False):
             raise InputError(f"finetune_{part} is {wish!r}; give True or False")
@@ -115,14 +115,14 @@ def take_adapter_arguments(model: Any, targets: Any, given: dict[str, Any]) -> A
         )
     if wishes["language_layers"] is False:
         raise InputError("finetune_language_layers=False leaves nothing to train on text; leave it out")
-    return _chosen(model, targets, wishes)
+    return _choose_targets(model, targets, wishes)
 
 
 def take_trained_ends(model: Any, targets: Any, modules_to_save: Any) -> tuple[Any, Any]:
-    """Targets without the head and the embeddings, and `modules_to_save` with them, if the head is a target.
+    """Move the head, and embeddings named beside it, from targets to `modules_to_save`.
 
-    That is what such targets mean in Unsloth, for continued pretraining. TRL's trainers refuse an adapter on
-    the head. Embeddings that are named without the head get an adapter.
+    Unsloth means this by such targets, for continued pretraining, and TRL's trainers refuse an adapter on the
+    head. Embeddings named without the head get an adapter.
     """
     if isinstance(targets, str) or not isinstance(targets, Collection):
         return targets, modules_to_save
@@ -138,7 +138,7 @@ def take_trained_ends(model: Any, targets: Any, modules_to_save: Any) -> tuple[A
     return [name for name in targets if name not in ends], saved
 
 
-def _chosen(model: Any, targets: Any, wishes: Mapping[str, bool | None]) -> Any:
+def _choose_targets(model: Any, targets: Any, wishes: Mapping[str, bool | None]) -> Any:
     attention, mlp = (wishes[part] is not False for part in ("attention_modules", "mlp_modules"))
     if attention and mlp:
         return targets

@@ -56,16 +56,16 @@ class FastVisionModel:
         min_pixels: int | None = None,
         **kwargs: Any,
     ) -> tuple[Any, VisionProcessor]:
-        """A patched model and its processor.
+        """Load a patched model and its processor.
 
         Args:
             model_name: "vision-demo" (bundled), a local folder of a model or of a saved adapter, or a hub
                 name.
             max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
             load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
-            max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits that
-                the model, or the adapter, was saved with. Nothing else is resized. Only for Qwen-VL: the
-                image processors of other families have limits of their own, which an error names.
+            max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits saved
+                with the model or the adapter. Only for Qwen-VL: the image processors of other families have
+                limits of their own, which an error names.
             kwargs: further arguments of `FastLanguageModel.from_pretrained`.
 
         Returns:
@@ -73,16 +73,16 @@ class FastVisionModel:
 
         Raises:
             UnsupportedArchitecture: no patch is declared for the language model.
-            InputError: the model takes no images, or what `FastLanguageModel.from_pretrained` refuses.
+            InputError: the model takes no images, or as `FastLanguageModel.from_pretrained`.
         """
         source, _ = resolve(model_name)
         files = {name: kwargs[name] for name in kwargs if name in _HUB}
         files |= take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
         tokens = image_tokens_of(config)
-        of_images = processor_folder(model_name)
+        image_source = processor_folder(model_name)
         image_processor = load_image_processor(
-            of_images, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
+            image_source, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
         )
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name,
@@ -94,7 +94,7 @@ class FastVisionModel:
             **kwargs,
         )
         ImageTokenIds(tokens, tokenizer, config)
-        return model, processor_of(of_images, image_processor, tokenizer, tokens, config, **files)
+        return model, processor_of(image_source, image_processor, tokenizer, tokens, config, **files)
 
     @staticmethod
     def get_peft_model(
@@ -114,17 +114,17 @@ class FastVisionModel:
         random_state: int = 3407,
         **kwargs: Any,
     ) -> Any:
-        """The model with a LoRA adapter on the chosen parts, ready to train.
+        """Put a LoRA adapter on the chosen parts of the model, ready to train.
 
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             target_modules: None or "all-linear" for the layers of the chosen parts. A pattern of whole paths
-                chooses layers itself, and the flags of parts then mean nothing but for the aligner.
+                chooses layers itself; of the flags then only `finetune_aligner` counts.
             finetune_vision_layers: an adapter on the tower, which is frozen by default.
             finetune_language_layers: an adapter on the language model.
             finetune_attention_modules, finetune_mlp_modules: which layers of these parts.
-            finetune_aligner: what carries features of images into the language model: "full" trains it
-                whole, as `modules_to_save`, "lora" puts an adapter on it, and False freezes it.
+            finetune_aligner: of the modules that carry image features into the language model: "full" trains
+                them whole, as `modules_to_save`, "lora" puts an adapter on them, and False freezes them.
             modules_to_save: further modules to train whole.
             r, lora_alpha, lora_dropout, bias, use_gradient_checkpointing, random_state, kwargs: as in
                 `FastLanguageModel.get_peft_model`.
@@ -133,14 +133,9 @@ class FastVisionModel:
             InputError: an argument is wrong, or nothing is left to train.
         """
         require_model(model, "give what from_pretrained returned first")
-        trained = TrainedParts(
-            finetune_vision_layers,
-            finetune_language_layers,
-            finetune_attention_modules,
-            finetune_mlp_modules,
-            finetune_aligner,
-        )
-        pattern, saved = vision_targets(model, trained)
+        layers = finetune_vision_layers, finetune_language_layers
+        modules = finetune_attention_modules, finetune_mlp_modules
+        pattern, saved = vision_targets(model, TrainedParts(*layers, *modules, finetune_aligner))
         if target_modules not in (None, "all-linear"):
             if not isinstance(target_modules, str):
                 raise InputError(
@@ -163,18 +158,16 @@ class FastVisionModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """The model, ready to generate: no dropout, no recomputation, cache on."""
+        """Prepare the model to generate: no dropout, no recomputation, cache on."""
         return FastLanguageModel.for_inference(model)
 
     @staticmethod
     def for_training(model: Any) -> Any:
-        """The model, ready to train again."""
+        """Prepare the model to train again."""
         return FastLanguageModel.for_training(model)
 
 
-# `VisionDataCollator`: a batch of conversations with images as one packed row.
-
-# Unsloth's further arguments: the values that ask for nothing else, and what to do instead of any other
+# Unsloth's further arguments: the values that change nothing, and the remedy for any other
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "resize": ((None,), "give max_pixels to FastVisionModel.from_pretrained; nothing else is resized"),
     "resize_dimension": ((None, 0), "give max_pixels to FastVisionModel.from_pretrained"),
@@ -189,7 +182,7 @@ _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class VisionDataCollator:
-    """Makes one packed row of a batch of conversations with images. Works with any trainer.
+    """Packs a batch of conversations with images into one row, for any trainer.
 
     ```python
     args = SFTConfig(remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True})
@@ -198,29 +191,28 @@ class VisionDataCollator:
 
     The batch holds, T tokens long:
 
-    - `input_ids`, `labels`: `[1, T]`. The first label of every document is -100, and so are those of images,
-      of their markers, and of what the chat template or the answers leave out.
-    - `position_ids`: `[1, T]`, which count from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not
-      patched, whose further rows are positions in time, height and width.
+    - `input_ids`, `labels`: `[1, T]`. Labels are -100 at the first token of every document, at images and
+      their markers, and at what the chat template or the answers leave out.
+    - `position_ids`: `[1, T]`, from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not patched, whose
+      further rows are positions in time, height and width.
     - `packed_seq_lengths`: the length of every document, a list on the host.
-    - `pixel_values` float32 and what describes them, if there is an image; see `docs/vision.md`.
-    - `packed_row` for a patched model: the whole description, so that nothing of it is read back from a GPU.
-      It has the positions on three axes. What describes images is then lists. Make a new collator after
-      `undo()`.
+    - `pixel_values` float32 and their description, if there is an image; see `docs/vision.md`.
+    - `packed_row` for a patched model: the whole description with positions on three axes, so that nothing is
+      read back from a GPU; the description of images is then lists. Make a new collator after `undo()`.
 
     Args:
-        model: that the batches are for, patched already if it is to be; its configuration is read.
+        model: of the batches, patched already if it is to be; its configuration is read.
         processor: with `tokenizer` and `image_processor`, as `FastVisionModel.from_pretrained` returns it.
         max_seq_length: tokens of the longest document, images expanded; None for no limit.
-        formatting_func: makes the row to be trained of each example.
+        formatting_func: turns each example into a row to train on.
         train_on_responses_only: only answers count in the loss.
-        instruction_part, response_part: what the chat template puts before a question and before an answer.
-            They may be left out where the template marks answers itself.
-        image_folder: where relative paths begin, and out of which none may lead.
-        overlong: of a document above `max_seq_length`: "error" refuses it, "truncate" cuts it behind its
+        instruction_part, response_part: how the chat template begins a question and an answer. Leave them out
+            where the template marks answers itself.
+        image_folder: where relative paths begin; none may lead out of it.
+        overlong: for a document above `max_seq_length`: "error" refuses it, "truncate" cuts it behind its
             last image, "drop" leaves it out, "shrink" makes its images smaller where the processor can.
         skip_broken_images: leave out rows with an image that cannot be read; `counts` counts them.
-        others: Unsloth's further arguments, taken where they ask for nothing.
+        others: Unsloth's further arguments, accepted where they change nothing.
 
     Attributes:
         counts: what became of the rows that this process has seen.
@@ -244,7 +236,7 @@ class VisionDataCollator:
         skip_broken_images: bool = False,
         **others: Any,
     ):
-        _take_others(others)
+        _refuse_others(others)
         _check_switches(
             train_on_responses_only=train_on_responses_only, skip_broken_images=skip_broken_images
         )
@@ -284,18 +276,18 @@ class VisionDataCollator:
 
     @property
     def counts(self) -> VisionCounts:
-        """What became of the rows; in a loader with workers each has its own."""
+        """Return what became of the rows; in a loader each worker has its own."""
         return self._encode.counts
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
-        """The packed row of some examples.
+        """Pack some examples into one row.
 
         Raises:
             InputError: an example cannot be trained on, by its place in the batch; or none is left.
         """
         rows = examples if self._format is None else [self._format(example) for example in examples]
         try:
-            documents = [*self._with_images(self._encode(rows))]
+            documents = [*self._prepare_images(self._encode(rows))]
         except UnreadableImage as error:
             raise UnreadableImage(f"in a batch, {error}") from None
         except InputError as error:
@@ -305,23 +297,23 @@ class VisionDataCollator:
                 f"a batch of {len(rows)} rows has no document left ({self.counts}); give larger batches, or "
                 "remove the rows that do not fit before training"
             )
-        return self._packed(documents)
+        return self._pack(documents)
 
-    def _with_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
+    def _prepare_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
         for document in documents:
             try:
-                yield document, [self._made(image) for image in document.images]
+                yield document, [self._prepare(image) for image in document.images]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise
                 self._encode.forget(document)
 
-    def _made(self, image: PlacedImage) -> Any:
+    def _prepare(self, image: PlacedImage) -> Any:
         size = (image.height, image.width)
         return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
 
-    def _packed(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
-        made = RowWithImages.of(
+    def _pack(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
+        packed = RowWithImages.of(
             [document.ids for document, _ in documents],
             [document.labels for document, _ in documents],
             [images for _, images in documents],
@@ -329,42 +321,42 @@ class VisionDataCollator:
             self._make_images,
         )
         batch: dict[str, Any] = {
-            "input_ids": made.ids,
-            "labels": made.labels,
+            "input_ids": packed.ids,
+            "labels": packed.labels,
             # TRL's num_tokens is the second size of the positions, which counts tokens in `[1, T]` alone
-            "position_ids": made.along_text if self._is_patched else made.position_ids,
-            "packed_seq_lengths": list(made.row.lengths),
+            "position_ids": packed.along_text if self._is_patched else packed.position_ids,
+            "packed_seq_lengths": list(packed.row.lengths),
         }
         # A trainer sends no object to a device, so nothing that describes the row is read back from there
-        batch |= made.on_host(self._make_images.described) if self._is_patched else made.arguments
+        batch |= packed.on_host(self._make_images.described) if self._is_patched else packed.arguments
         if self._make_images.both_ways and not self._is_patched:
-            batch[TOKEN_TYPES] = (made.ids == self._token_ids.placeholder).int()
+            batch[TOKEN_TYPES] = (packed.ids == self._token_ids.placeholder).int()
         if PIXELS in batch:
             batch[PIXELS] = self._make_images.normalised(batch[PIXELS])
-        return batch | ({"packed_row": made.row} if self._is_patched else {})
+        return batch | ({"packed_row": packed.row} if self._is_patched else {})
 
 
-UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
+UnslothVisionDataCollator = VisionDataCollator  # the name in Unsloth's notebooks
 
 
 def _is_patched(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
 
 
-def _check_switches(**given: Any) -> None:
-    for name, value in given.items():
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise InputError(f"{name} is {value!r}; give True or False")
 
 
-def _check_texts(**given: Any) -> None:
-    for name, value in given.items():
+def _check_texts(**texts: Any) -> None:
+    for name, value in texts.items():
         if not isinstance(value, str | None):
             raise InputError(f"{name} is {value!r}; give the text that the chat template writes there")
 
 
-def _take_others(given: dict[str, Any]) -> None:
-    for name, value in given.items():
+def _refuse_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
         if name not in _OTHERS:
             raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
         harmless, remedy = _OTHERS[name]

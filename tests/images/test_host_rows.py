@@ -36,7 +36,7 @@ def readers(model, batch):
     """Loss of a step, and the functions of the package that read numbers that describe the row."""
     with counted_reads() as places:
         loss = model(**batch, use_cache=False).loss
-    functions = ("_whole_numbers", "_placeholders", "on_host")
+    functions = ("_read_whole_numbers", "_find_placeholders", "copy_to_host")
     return loss.detach(), {place.split(":")[1] for place in places if place.split(":")[1] in functions}
 
 
@@ -50,7 +50,7 @@ def test_nothing_that_describes_a_row_is_read_back(name):
     }
     assert {*host} - {*plain} == {"packed_row"}
     wanted, read = readers(model, plain)
-    assert "_placeholders" in read
+    assert "_find_placeholders" in read
     loss, read = readers(model, host)
     assert not read
     assert torch.equal(loss, wanted)

@@ -34,7 +34,9 @@ QWEN3_5 = ArchSpec(
     tiny=dict(
         head_dim=32, layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4,
         linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[3, 3, 2]),
+        rope_parameters=dict(
+            rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[3, 3, 2],
+        ),
     ),
 )  # fmt: skip
 

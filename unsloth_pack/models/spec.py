@@ -16,7 +16,7 @@ class ArchSpec:
     Args:
         model_type: `config.model_type` of the text model.
         attention: the mixer of the layers that attend.
-        mixers: for other types in `config.layer_types`, their mixers, with spaces between; "" for an MLP alone.
+        mixers: for other types in `config.layer_types`, their mixers with spaces between; "" for an MLP.
         names: module names here, by their names in Llama: of the decoder (`norm`, `rotary_emb`; "" where
             nothing rotates), its layers (`self_attn`, `mlp`), attention (`o_proj`, `q_norm`) and the MLP
             (`gate_proj`). Also mixers by their `attribute`, and the argument by which a layer passes on

@@ -1,4 +1,4 @@
-"""The modules of a decoder that a patch looks at."""
+"""List the modules of a decoder that a patch swaps or reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +19,14 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The modules, found before any class is swapped. The report counts them.
+    """The modules, before any class is swapped.
 
     Args:
-        mixers: the module of every layer that works between tokens, with its kind and how it computes; also
-            the copies that `modules_to_save` made.
+        mixers: each with its kind and how it computes, including copies for `modules_to_save`.
         norms: those with a weight.
-        mlps: each with the number of its layer, and the names of its projections where it can be fused. Those
-            of shared experts are among them.
+        mlps: each with its layer's number, and its projections if it can be fused; including shared experts.
         activations: those of MLPs without a gate that have a kernel.
-        experts: stacked experts, each with its layer's number and its gate, None where it cannot be fused.
+        experts: stacked experts, each with its layer's number, and its gate if it can be fused.
         loras: LoRA layers on linear layers.
         expert_loras: LoRA layers on stacked experts.
         other_loras: those in 8 bits, or on other parameters.
@@ -44,36 +42,22 @@ class DecoderParts:
     other_loras: list[Any]
 
     @classmethod
-    def of(cls, decoder: Any, spec: ArchSpec, choices: Sequence[Choice]) -> "DecoderParts":
-        """Those of a decoder.
-
-        Args:
-            choices: how its mixers compute, in the order of `mixers_by_layer`.
-        """
+    def from_decoder(cls, decoder: Any, spec: ArchSpec, choices: Sequence[Choice]) -> "DecoderParts":
+        """List the parts of a decoder; `choices` are in the order of `mixers_by_layer`."""
         by_layer = mixers_by_layer(decoder, spec)
         modules: list[Any] = list(decoder.modules())
-        mlps = _mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer})
+        mlps = _mlps_by_layer(decoder, spec, {id(module) for _, module in by_layer})
+        norm_kind = _own_kind(getattr(decoder, spec.name("norm")))
+        plain = (module for _, mlp, projections in mlps if projections is None for module in mlp.modules())
         return cls(
             mixers=[
-                (mixer, module, choice)
-                for (mixer, one), choice in zip(by_layer, choices, strict=True)
-                for module in itself_and_copies(one)
+                (mixer, copy, choice)
+                for (mixer, module), choice in zip(by_layer, choices, strict=True)
+                for copy in list_copies(module)
             ],
-            norms=[
-                norm
-                for norm in _alike(decoder, getattr(decoder, spec.name("norm")))
-                if hasattr(norm, "weight")
-            ],
+            norms=[module for module in modules if type(module) is norm_kind and hasattr(module, "weight")],
             mlps=mlps,
-            activations=list(
-                dict.fromkeys(  # layers may share one
-                    module
-                    for _, mlp, projections in mlps
-                    if projections is None
-                    for module in mlp.modules()
-                    if type(module) in FAST_ACTIVATIONS
-                )
-            ),
+            activations=[*dict.fromkeys(act for act in plain if type(act) in FAST_ACTIVATIONS)],
             experts=[
                 (number, module, read_gate(module))
                 for number, layer in enumerate(decoder.layers)
@@ -83,38 +67,38 @@ class DecoderParts:
             loras=[module for module in modules if is_lora_linear(module)],
             expert_loras=[module for module in modules if is_expert_adapter(module)],
             other_loras=[
-                module
-                for module in modules
-                if not (is_lora_linear(module) or is_expert_adapter(module)) and isinstance(module, LoraLayer)
+                lora
+                for lora in modules
+                if not (is_lora_linear(lora) or is_expert_adapter(lora)) and isinstance(lora, LoraLayer)
             ],
         )
 
-    def replaced(self) -> list[Any]:
-        """Those whose forward is replaced by one that computes the same, attention and adapters aside."""
+    def list_replaced(self) -> list[Any]:
+        """Return the modules that get a forward with the same result, attention and adapters aside."""
         mlps = [mlp for _, mlp, projections in self.mlps if projections is not None]
         experts = [experts for _, experts, gate in self.experts if gate is not None]
         return [*self.norms, *mlps, *experts]
 
     def why_experts_not_captured(self) -> str | None:
-        """Why no step can be captured, so far as routed experts decide it, or None."""
+        """Return why routed experts prevent the capture of steps, or None."""
         unknown = [mlp for _, mlp, named in self.mlps if named is None and hasattr(mlp, "experts")]
         if unknown or any(gate is None or why_experts_not_fused(one) for _, one, gate in self.experts):
             return "routed experts that are not fused depend on the tokens"
         return next(filter(None, (why_reads_host(experts) for _, experts, _ in self.experts)), None)
 
-    def gate_features(self, config: Any) -> list[int]:
-        """Features of gate for a token, in every module that is fused."""
-        of_mlps = [
+    def count_gate_features(self, config: Any) -> list[int]:
+        """Return the features of gate for a token, in every fused module."""
+        in_mlps = [
             projections.count_features(mlp) for _, mlp, projections in self.mlps if projections is not None
         ]
         chosen: int = getattr(config, "num_experts_per_tok", 1) or 1
-        return of_mlps + [
+        return in_mlps + [
             chosen * count_gate_features(experts) for _, experts, gate in self.experts if gate is not None
         ]
 
 
 def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
-    """What each layer does between tokens, and the module that does it. Some layers do nothing there."""
+    """Return the mixers of each layer with their modules; some layers have none."""
     pairs = [
         (MIXERS[name], layer)
         for number, layer in enumerate(decoder.layers)
@@ -126,13 +110,13 @@ def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
 def _mlps_by_layer(
     decoder: Any, spec: ArchSpec, mixers: set[int]
 ) -> list[tuple[int, Any, GatedProjections | None]]:
-    """The MLPs, each with its layer's number; where a layer has either, a mixer may stand in its place."""
-    found = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
-    return [one for number, mlp in found if id(mlp) not in mixers for one in _mlps(number, mlp, spec)]
+    """Return the MLPs, each with its layer's number; a mixer may stand in the place of an MLP."""
+    mlps = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
+    return [one for number, mlp in mlps if id(mlp) not in mixers for one in _mlps(number, mlp, spec)]
 
 
 def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, GatedProjections | None]]:
-    """The MLP of a layer, or those gated ones that work beside its routed experts."""
+    """Return the MLP of a layer, or the gated ones beside its routed experts."""
     projections = find_gated_projections(mlp, spec)
     if projections is not None or not any(map(is_experts, mlp.modules())):
         return [(number, mlp, projections)]
@@ -140,19 +124,13 @@ def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, G
     return [one for one in inside if one[2] is not None and not is_experts(one[1])]
 
 
-def itself_and_copies(one: nn.Module) -> list[nn.Module]:
-    """A module, or the original and the copies where `modules_to_save` wraps it."""
+def list_copies(one: nn.Module) -> list[nn.Module]:
+    """Return a module, or the original and the copies if `modules_to_save` wraps it."""
     kind = _own_kind(one)
     return [module for module in one.modules() if type(module) is kind]
 
 
-def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:
-    """All modules of the kind of this one."""
-    kind = _own_kind(one)
-    return [module for module in decoder.modules() if type(module) is kind]
-
-
 def _own_kind(one: nn.Module) -> type[nn.Module]:
-    """The class of a module, or of what PEFT wraps: for `modules_to_save`, or in an adapter of norms."""
+    """Return the class of a module inside PEFT's wrappers for `modules_to_save` or adapters of norms."""
     own = getattr(one, "original_module", one)
     return type(own.get_base_layer() if isinstance(own, BaseTunerLayer) else own)

@@ -1,8 +1,8 @@
-"""Patching a transformers model in place: on the instance, with a report, undone exactly.
+"""Patch a transformers model in place: on the instance, with a report, undone exactly.
 
 A patched module keeps its parameters, attributes, hooks and name. Only its `__class__` changes, to a subclass
-whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
-states and deep copies work as before, with and without PEFT.
+whose forward precedes transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden states
+and deep copies work as before, with and without PEFT.
 
 Outside the model, patching changes trainers and PEFT until the last `undo()`: see `trainer_hooks/install.py`.
 """
@@ -52,47 +52,50 @@ from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.parts import DecoderParts, mixers_by_layer
-from unsloth_pack.patching.refusals import refuse_own_code, refuse_unknown_parts, refuse_what_would_leak
+from unsloth_pack.patching.refusals import refuse_leaks, refuse_own_code, refuse_unknown_parts
 from unsloth_pack.patching.report import (
     PatchReport,
     build_report,
-    say,
-    say_experts,
-    say_loras,
-    say_loss,
-    say_padding,
-    say_step,
+    record,
+    report_experts,
+    report_loras,
+    report_loss,
+    report_padding,
+    report_step,
 )
-from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
+from unsloth_pack.patching.towers import prepare_blocks, swap_tower
 from unsloth_pack.patching.trainer_hooks.install import HOOKS
 
-# The classes of patched modules: each is made once, and pickles find it by what it was made of.
-
-_MADE: WeakSet[type] = WeakSet()
+logger = logging.getLogger("unsloth_pack")
+PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
+_SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
+_ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
+_SUBCLASSES: WeakSet[type] = WeakSet()
 
 
 @cache
 def subclass(fast: type, original: type) -> type:
-    """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it.
+    """Subclass `original` with the forward of `fast`, under the original's name, which is saved.
 
-    A call of the class makes a plain `original`, as its forward needs attributes that only a patch sets.
+    Calling the class builds a plain `original`: the forward needs attributes that only a patch sets.
     """
 
     def new(kind: type, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs:  # pickles and torch's replicas give no arguments
+        if not args and not kwargs:  # pickles and torch's replicas pass no arguments
             return object.__new__(kind)
-        return original(*map(_for_any_class, args), **kwargs)
+        return original(*map(_restore_config, args), **kwargs)
 
     names: dict[str, Any] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
-    made = type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
-    _MADE.add(made)
-    return made
+    kind = type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
+    _SUBCLASSES.add(kind)
+    return kind
 
 
-def _for_any_class(argument: Any) -> Any:
-    """A patched model's configuration says "sdpa", for its masks, even if its own class takes none."""
+def _restore_config(argument: Any) -> Any:
+    """Undo a patched model's "sdpa" in its configuration, which its own class may not take."""
     if getattr(argument, "_attn_implementation", None) == "sdpa":
         argument = copy.deepcopy(argument)
         argument._attn_implementation = None
@@ -100,41 +103,34 @@ def _for_any_class(argument: Any) -> Any:
 
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """For pickles: the class is not to be found under its name."""
+    """Pickle by the class's bases: it cannot be imported by its name."""
     return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
 
 
 def _new(fast: type, original: type) -> Any:
-    made: Any = subclass(fast, original)
-    return made.__new__(made)
+    kind: Any = subclass(fast, original)
+    return kind.__new__(kind)
 
 
-def is_made(kind: type) -> bool:
-    """Whether a patch has put in this class."""
-    return kind in _MADE
-
-
-# A patch on a model: the modules that it swapped, its report, its undo.
-
-PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
-_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
-_SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
+def is_patched_class(kind: type) -> bool:
+    """Return whether a patch created this class."""
+    return kind in _SUBCLASSES
 
 
 class Patch:
-    """A patch on a model. `undo()` takes it off; used as a context manager, leaving the context does.
+    """A patch on a model. `undo()` takes it off; as a context manager, leaving the context does.
 
     Args:
         model: the patched transformers model.
-        attn_backend: the attention backend that was asked for, "auto" included.
-        unpad: whether padded batches lose their padding.
+        attn_backend: the requested attention backend, "auto" included.
+        unpad: padded batches lose their padding.
         report: what patching did.
     """
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
         self.attn_backend = attn_backend
         self.unpad = unpad
-        self.unpadding = Unpadding(_why_never(model, unpad))
+        self.unpadding = Unpadding(_why_never_unpadded(model, unpad))
         self._report = report
         self._model = model
         self._decoder = model.get_decoder()
@@ -143,26 +139,28 @@ class Patch:
 
     @property
     def report(self) -> PatchReport:
-        """What is fused in the model as it is now: adapters may have come or gone since the patch."""
+        """Return what is fused now: adapters may have come or gone since the patch."""
         if self._swapped:
-            # Of what `modules_to_save` has copied, the copy computes
-            modules = [one for path, one in self._decoder.named_modules() if ".original_module" not in path]
-            say_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
+            # Where `modules_to_save` copied a module, the copy computes
+            modules = [
+                module for path, module in self._decoder.named_modules() if ".original_module" not in path
+            ]
+            report_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
             loras = [module for module in modules if isinstance(module, LoraLayer)]
-            say_loras(
+            report_loras(
                 self._report,
                 [lora for lora in loras if isinstance(lora, _FAST_LORAS)],
                 [lora for lora in loras if not isinstance(lora, _FAST_LORAS)],
             )
-            say_loss(self._report, self._model)
-            say_padding(self._report, self.unpadding)
+            report_loss(self._report, self._model)
+            report_padding(self._report, self.unpadding)
         return self._report
 
     def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes.
 
         Args:
-            later: names of attributes that it may get while it is patched, and loses with the patch.
+            later: names of attributes that it may get while patched, and loses with the patch.
         """
         if isinstance(module, fast):  # layers may share it
             return
@@ -172,16 +170,16 @@ class Patch:
         module.__dict__.update(attributes)
 
     def skip_probe(self) -> None:
-        """Do not probe the model for leaks before its first packed row in training."""
+        """Skip the leak probe before the first packed row in training."""
         self._decoder.leak_probe = None
 
     @property
     def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
-        """Each class that this patch put in, with the one it replaced and the attributes of its instances."""
+        """Return each class of this patch with the one it replaced and its instances' attributes."""
         return {type(module): (original, attributes) for module, original, attributes in self._swapped}
 
     def undo(self) -> None:
-        """Restore the model that came in, bit for bit.
+        """Restore the original model, bit for bit.
 
         Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
         forwards that trainers have set on the model are removed. The last patch to go takes back what patches
@@ -215,19 +213,15 @@ class Patch:
     def capture_nothing(self, why: str) -> None:
         """Capture no steps from now on, and report why."""
         self._decoder.step_graphs = StepGraphs(why)
-        say_step(self.report, self._decoder.step_graphs)
+        report_step(self.report, self._decoder.step_graphs)
 
     def adapt_to_sharding(self, how: str) -> None:
-        """Adapt to parameters that were sharded after patching, and report it.
-
-        Args:
-            how: what shards them, for the report.
-        """
+        """Adapt to parameters that `how` sharded after patching, and report it."""
         self.capture_nothing(f"{how} shards the parameters")
         for mixer, module in mixers_by_layer(self._decoder, self._decoder.spec):
             _, not_fused = mixer.what_is_fused(module, self._decoder.spec, "")
             for kind in not_fused.keys() & self._report.fused.keys():
-                say(self._report, kind, None, f"{how} gathers it by itself")
+                record(self._report, kind, None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -236,17 +230,13 @@ class Patch:
         self.undo()
 
 
-def _why_never(base: nn.Module, unpad: bool) -> str | None:
-    """Why padded batches keep their padding, or None."""
+def _why_never_unpadded(base: nn.Module, unpad: bool) -> str | None:
+    """Return why padded batches keep their padding, or None."""
     if not unpad:
         return "unpad=False"
     if isinstance(base, _SCORE_PADDING):
         return f"a {type(base).__name__} scores every place of a row, padding too"
     return None
-
-
-logger = logging.getLogger("unsloth_pack")
-_ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
 def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True) -> Patch:
@@ -256,41 +246,42 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         model: a supported transformers model, or a PEFT model around one, before or after training.
         attn_backend: "auto" (the fastest that can run), "flash", "xformers", "triton" or "sdpa"; the
             environment variable `UNSLOTH_PACK_ATTN` overrides it.
-        unpad: run a padded batch as one packed row, without its padding, in training and where no cache is
-            made.
+        unpad: run a padded batch as a packed row, without its padding, in training and wherever no cache is
+            built.
 
     Returns:
-        The patch, with its `report` and `undo()`. A model that is patched already is patched anew.
+        The patch, with its `report` and `undo()`. A patched model is patched anew.
 
     Raises:
         UnsupportedArchitecture: no patch is declared for the model type.
-        BackendUnavailable: the backend that was asked for cannot run here.
+        BackendUnavailable: the requested backend cannot run here.
         InputError: the documents of a packed row could not be kept apart in this model; another patch is in
             force on a part of it, which two models share.
     """
     if not isinstance(unpad, bool):
         raise InputError(f"unpad is {unpad!r}; give True or False")
-    base = _transformers_model(model)
+    base = _unwrap_peft(model)
     decoder = base.get_decoder()
     spec = arch_spec_for(decoder.config.model_type)
     earlier = base.__dict__.get(PATCH)
-    refuse_what_would_leak(model, decoder)
+    refuse_leaks(model, decoder)
     _refuse_shared_parts(base, earlier)
-    for mixer, one in mixers_by_layer(decoder, spec):
-        refuse_unknown_parts(mixer, one, spec)
+    mixers = mixers_by_layer(decoder, spec)
+    for mixer, module in mixers:
+        refuse_unknown_parts(mixer, module, spec)
     backend, source = requested_backend(attn_backend)
     embedding = decoder.get_input_embeddings().weight
     request = Request(embedding.device.type, embedding.dtype, backend, source, decoder.config)
-    choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
+    choices = [mixer.choose(module, spec, request) for mixer, module in mixers]
     refuse_own_code([base, decoder, *filter(None, [rotary_module(decoder, spec)])])
-    set_before = read_forwards(base)
-    if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
+    earlier_forwards = read_forwards(base)
+    if earlier is not None:  # only now: a refusal above leaves the earlier patch in place
         earlier.undo()
     _warn_of_slow_layers(spec, choices)
-    parts = DecoderParts.of(decoder, spec, choices)
-    refuse_own_code(parts.replaced())
+    parts = DecoderParts.from_decoder(decoder, spec, choices)
+    refuse_own_code(parts.list_replaced())
     patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
-    gate_and_up_plan = GateAndUpPlan(parts.gate_features(decoder.config))
+    gate_and_up_plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
@@ -299,10 +290,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         if vision_spec is not None:
             swap_tower(patch.swap, patch.report, base, vision_spec, backend)
             if vision_spec.both_ways:
-                attentions = [module for _, module in mixers_by_layer(decoder, spec)]
-                layers = zip(attentions, choices, strict=True)
-                let_blocks_be_captured(patch.report, layers, spec, request, decoder.step_graphs)
-        adopt_forwards(base, set_before)
+                layers = zip([module for _, module in mixers], choices, strict=True)
+                prepare_blocks(patch.report, layers, spec, request, decoder.step_graphs)
+        adopt_forwards(base, earlier_forwards)
     if unpad and isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastSequenceClassification)
     if model is not base:
@@ -321,6 +311,7 @@ def _swap_inside_layers(
     backend: str,
     gate_and_up_plan: GateAndUpPlan,
 ) -> None:
+    plan = {"gate_and_up_plan": gate_and_up_plan}
     if trains_tokens(embeddings := decoder.get_input_embeddings()):
         patch.swap(embeddings, FastTrainedTokens, ("places", "placed"))
     for mixer, module, choice in parts.mixers:
@@ -334,32 +325,18 @@ def _swap_inside_layers(
             patch.swap(layer, FastLayer)
     for number, mlp, projections in parts.mlps:
         if projections is not None:
-            patch.swap(
-                mlp,
-                FastMLP,
-                spec=spec,
-                projections=projections,
-                decoder_layer=decoder.layers[number],
-                number=number,
-                gate_and_up_plan=gate_and_up_plan,
-            )
+            layer = {"decoder_layer": decoder.layers[number], "number": number, **plan}
+            patch.swap(mlp, FastMLP, spec=spec, projections=projections, **layer)
     for activation in parts.activations:
         patch.swap(activation, FAST_ACTIVATIONS[type(activation)])
     for number, experts, gate in parts.experts:
         if gate is not None:
-            patch.swap(
-                experts,
-                FastExperts,
-                gate=gate,
-                gate_module=getattr(experts, "act_fn", None),
-                decoder_layer=decoder.layers[number],
-                number=number,
-                gate_and_up_plan=gate_and_up_plan,
-            )
-    for lora in parts.loras:
-        patch.swap(lora, FastLoraLinear)
-    for lora in parts.expert_loras:
-        patch.swap(lora, FastExpertsLora)
+            layer = {"decoder_layer": decoder.layers[number], "number": number, **plan}
+            act = getattr(experts, "act_fn", None)
+            patch.swap(experts, FastExperts, gate=gate, gate_module=act, **layer)
+    for loras, kind in ((parts.loras, FastLoraLinear), (parts.expert_loras, FastExpertsLora)):
+        for lora in loras:
+            patch.swap(lora, kind)
 
 
 def _swap_decoder(
@@ -388,18 +365,18 @@ def _swap_decoder(
         has_checked_mask=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
-    say_step(patch.report, graphs)
+    report_step(patch.report, graphs)
 
 
 def _swap_causal_lm(
     patch: Patch, base: Any, decoder: Any, spec: ArchSpec, vision_spec: VisionSpec | None
 ) -> None:
-    of_vision = {} if vision_spec is None else {"vision_spec": vision_spec, "accepts_loss_kwargs": True}
+    vision = {} if vision_spec is None else {"vision_spec": vision_spec, "accepts_loss_kwargs": True}
     patch.swap(
         base,
         FastCausalLM if vision_spec is None else FastVisionLM,
         SLOT_ATTRIBUTES,
-        **of_vision,
+        **vision,
         spec=spec,
         fast_decoder=decoder,
         is_wrapper=base.base_model is not decoder,
@@ -410,11 +387,11 @@ def _swap_causal_lm(
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """The patch in force on a model, or None."""
-    return _transformers_model(model).__dict__.get(PATCH)
+    """Return the patch in force on a model, or None."""
+    return _unwrap_peft(model).__dict__.get(PATCH)
 
 
-def _transformers_model(model: nn.Module) -> PreTrainedModel:
+def _unwrap_peft(model: nn.Module) -> PreTrainedModel:
     base: Any = model
     if hasattr(base, "peft_config") and hasattr(base, "get_base_model"):
         base = base.get_base_model()
@@ -431,10 +408,10 @@ def _warn_of_slow_layers(spec: ArchSpec, choices: Sequence[Choice]) -> None:
 
 
 def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
-    """Refuse a second patch on a module: once one is undone, the module ignores the rows of the other."""
+    """Refuse a second patch on a module: undoing one would break the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
-        if is_made(type(module)) and type(module) not in own:
+        if is_patched_class(type(module)) and type(module) not in own:
             raise InputError(
                 f"{name or type(base).__name__} is patched already, in another model that shares it; undo "
                 "that patch first, or load the model anew"
@@ -447,7 +424,7 @@ def _why_never_captured(
     tables: dict[str | None, RotaryTables],
     choices: Sequence[Choice],
 ) -> str | None:
-    """Why no step of the model can be replayed from CUDA graphs, or None."""
+    """Return why no step of the model can be replayed from CUDA graphs, or None."""
     if decoder.get_input_embeddings().weight.device.type != "cuda":
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):

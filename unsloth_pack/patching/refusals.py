@@ -1,4 +1,4 @@
-"""Models that are refused before anything of them is patched."""
+"""Refuse models and adapters that would let documents see each other, before anything is patched."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,19 +10,18 @@ from unsloth_pack.layers.decoder import has_fast_decoder
 from unsloth_pack.layers.mixers import Choice, Mixer
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import own_names
-from unsloth_pack.patching.parts import itself_and_copies
+from unsloth_pack.patching.parts import list_copies
 
 _KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pack.")
-# Of PEFT, whose layers look at a whole row
-_LOOK_AT_ROWS = {
+_LOOK_AT_ROWS = {  # PEFT's adapters that look at a whole row
     "LILY": "its router averages over the whole row",
     "SHADOW": "its shadow network does not see where documents end",
 }
-_OF_MODELS = ("transformers.", "transformers_modules.")  # the latter holds code that comes with a model
+_MODEL_CODE = ("transformers.", "transformers_modules.")  # the latter comes with a model
 
 
 def refuse_adapters(configs: Mapping[str, Any]) -> None:
-    """Refuse adapters under which documents could not be kept apart, by their names and PEFT's settings."""
+    """Refuse adapters that would mix documents, by their names and PEFT's settings."""
     for name, config in configs.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         why = _LOOK_AT_ROWS.get(kind)
@@ -39,8 +38,8 @@ def refuse_adapters(configs: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_what_would_leak(model: Any, decoder: Any) -> None:
-    """Refuse adapters and options under which documents could not be kept apart."""
+def refuse_leaks(model: Any, decoder: Any) -> None:
+    """Refuse adapters and options that would mix documents."""
     refuse_adapters(getattr(model, "peft_config", {}))
     bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
     if bidirectional and bidirectional != "vision":  # of an image's tokens alone
@@ -55,23 +54,24 @@ def refuse_what_would_leak(model: Any, decoder: Any) -> None:
 
 
 def refuse_own_code(modules: Iterable[nn.Module]) -> None:
-    """Refuse a module of a model whose forward the patch would replace without knowing what it computes."""
+    """Refuse a module whose forward the patch would replace without knowing it."""
     for module in modules:
         where = type(module).forward.__module__ or ""
         kinds = [kind.__module__ for kind in type(module).__mro__]
-        if not where.startswith(_KNOWN_CODE) and any(kind.startswith(_OF_MODELS) for kind in kinds):
+        if not where.startswith(_KNOWN_CODE) and any(kind.startswith(_MODEL_CODE) for kind in kinds):
             raise InputError(
                 f"{type(module).__name__} has a forward from {where or 'elsewhere'}, which the patch would "
                 "replace; use transformers' own, without trust_remote_code or another library's patch"
             )
 
 
-def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
-    """Refuse a module that may compute what the shared forward does not."""
+def refuse_unknown_parts(mixer: Mixer, mixer_module: nn.Module, spec: ArchSpec) -> None:
+    """Refuse a module that may compute more than the shared forward."""
     ours = mixer.attributes(spec, "", Choice("", "", None))
-    refuse_own_code(itself_and_copies(one))
-    for module in itself_and_copies(one):
-        if type(module).__module__.startswith("transformers_modules."):  # its helpers may be its own
+    modules = list_copies(mixer_module)
+    refuse_own_code(modules)
+    for module in modules:
+        if type(module).__module__.startswith("transformers_modules."):  # its helpers may differ too
             raise InputError(
                 f"{type(module).__name__} is code of the model's own, which the patch would replace; load "
                 "the model without trust_remote_code"
@@ -82,9 +82,9 @@ def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
                 f"{spec.model_type!r} says nothing; update unsloth_pack, or declare it in its models/ folder"
             )
         for name, value in spec.only.items():
-            found = getattr(module, name, getattr(module.config, name, value))
-            if found != value:
-                raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
+            actual = getattr(module, name, getattr(module.config, name, value))
+            if actual != value:
+                raise InputError(f"{name} is {actual!r}: only {value!r} is computed; set it before you patch")
 
 
 # Adapters that PEFT puts on a patched model later. They act before a call enters it, and PEFT has no callback

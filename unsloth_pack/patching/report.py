@@ -1,4 +1,4 @@
-"""The report of a patch: what is fused, what is not and why."""
+"""Report what a patch fuses, what it does not, and why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from unsloth_pack.patching.parts import DecoderParts
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What was patched, what was not and why. `print(report)` shows it as lines.
+    """What was patched, what was not, and why. `print(report)` shows it as lines.
 
     Args:
         model_type: the architecture.
@@ -53,12 +53,7 @@ class PatchReport:
 
 
 def build_report(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
-    """What patching these parts does. `say_step` adds whether steps are captured.
-
-    Args:
-        base: the transformers model.
-        choices: how its layers compute.
-    """
+    """Report what patching these parts does; `report_step` adds whether steps are captured."""
     decoder = base.get_decoder()
     on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
@@ -67,11 +62,11 @@ def build_report(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequen
     if trains_tokens(decoder.get_input_embeddings()):
         fused["trained tokens"] = "looked up in a matrix of their own"
     for mixer, module, _ in parts.mixers:
-        for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
-            said |= more
+        for entries, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
+            entries |= more
     if rotary_module(decoder, spec) is None:
-        for with_the_rotation in ("rotary embedding", "QK norm"):
-            fused.pop(with_the_rotation, None)
+        for kind in ("rotary embedding", "QK norm"):
+            fused.pop(kind, None)
     kind = {"rms": "RMS", "layer": "layer"}[spec.norm]
     fused["norms"] = f"{len(parts.norms)} {kind} norms, each {how}"
     if n_plain := sum(map(is_plain, decoder.layers)):
@@ -97,42 +92,38 @@ def build_report(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequen
         fused=fused,
         not_fused=not_fused,
     )
-    say_loss(report, base)
-    say_experts(report, [(experts, gate is not None) for _, experts, gate in parts.experts])
-    say_loras(report, [*parts.loras, *parts.expert_loras], parts.other_loras)
+    report_loss(report, base)
+    report_experts(report, [(experts, gate is not None) for _, experts, gate in parts.experts])
+    report_loras(report, [*parts.loras, *parts.expert_loras], parts.other_loras)
     return report
 
 
-def say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
-    """Report this for a kind of layer, in place of what was reported before."""
-    for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
-        if what:
-            said[kind] = what
+def record(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
+    """Replace the report on a kind of layer."""
+    for entries, text in ((report.fused, fused), (report.not_fused, not_fused)):
+        if text:
+            entries[kind] = text
         else:
-            said.pop(kind, None)
+            entries.pop(kind, None)
 
 
-def say_loss(report: PatchReport, model: Any) -> None:
-    """Whether the loss of a causal language model is fused with its head."""
+def report_loss(report: PatchReport, model: Any) -> None:
+    """Report whether the loss of a causal language model is fused with its head."""
     if (why := why_loss_not_fused(model)) is None:
-        say(report, "loss", "with the head, for tokens that have a label", None)
+        record(report, "loss", "with the head, for tokens that have a label", None)
     else:
-        say(report, "loss", None, f"from the logits of all tokens: {why}")
+        record(report, "loss", None, f"from the logits of all tokens: {why}")
     trl_head = read_trl_head(model)
     if trl_head is None:
-        say(report, "TRL's loss", None, None)
+        record(report, "TRL's loss", None, None)
     elif why := trl_head.why_not or why_head_not_fused(model):
-        say(report, "TRL's loss", None, f"in TRL's chunks of logits: {why}")
+        record(report, "TRL's loss", None, f"in TRL's chunks of logits: {why}")
     else:
-        say(report, "TRL's loss", "from the same kernel", None)
+        record(report, "TRL's loss", "from the same kernel", None)
 
 
-def say_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
-    """How many layers of routed experts are fused.
-
-    Args:
-        experts: each with whether the patch covers it.
-    """
+def report_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
+    """Report how many layers of routed experts are fused; each comes with whether the patch covers it."""
     reasons = Counter(
         why_experts_not_fused(one) if is_covered else "no kernel computes what they do with gate and up"
         for one, is_covered in experts
@@ -144,11 +135,11 @@ def say_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
     if n_fused and is_quantised(experts[0][0]):
         how += "; their weights are dequantised at each use"
     not_fused = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
-    say(report, "experts", how if n_fused else None, not_fused)
+    record(report, "experts", how if n_fused else None, not_fused)
 
 
-def say_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) -> None:
-    """How many LoRA layers are fused. `other_loras` never are: the patch does not cover them."""
+def report_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) -> None:
+    """Report how many LoRA layers are fused. The patch does not cover `other_loras`."""
     reasons = Counter(_why_lora_not_fused(lora) for lora in loras)
     reasons.update(
         "put on after the patch; call patch_model again"
@@ -159,7 +150,7 @@ def say_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) -> 
     n_fused = reasons.pop(None, 0)
     how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
     why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
-    say(report, "LoRA", how if n_fused else None, why)
+    record(report, "LoRA", how if n_fused else None, why)
 
 
 def _why_lora_not_fused(lora: Any) -> str | None:
@@ -171,24 +162,23 @@ def _why_lora_not_fused(lora: Any) -> str | None:
     return why_adapter_not_fused(lora)
 
 
-def say_step(report: PatchReport, graphs: StepGraphs) -> None:
-    """Whether steps are captured."""
+def report_step(report: PatchReport, graphs: StepGraphs) -> None:
+    """Report whether steps are captured."""
     if graphs.why_not is None:
-        how = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
-        say(report, "step", how, None)
+        record(report, "step", "captured in CUDA graphs while it waits for Python, see `StepGraphs`", None)
     else:
-        say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")
+        record(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")
 
 
-def say_tower(
+def report_tower(
     report: PatchReport, n_layers: int, backend: str | None, why: str, graphs: TowerGraphs | None = None
 ) -> None:
-    """How the tower of a model of vision and language attends, and whether it is captured.
+    """Report how a vision tower attends, and whether it is captured.
 
     Args:
-        backend: through which its layers attend; None where their attention stays transformers' own.
-        why: why it is this backend, or why it is none.
-        graphs: of the tower; None where no graph holds any.
+        backend: of its attention; None where that stays transformers' own.
+        why: the reason for that.
+        graphs: of the tower; None where no graph can hold it.
     """
     how = [f"all images of a row in one call a layer, {n_layers} layers, through {backend} ({why})"]
     not_fused = None
@@ -196,12 +186,12 @@ def say_tower(
         how, not_fused = [], f"{n_layers} layers attend as transformers does: {why}"
     if graphs is not None and graphs.why_not is None:
         how.append("where all of it is frozen, captured in CUDA graphs while it waits for Python")
-    say(report, "tower", "; ".join(how) or None, not_fused)
+    record(report, "tower", "; ".join(how) or None, not_fused)
 
 
-def say_padding(report: PatchReport, unpadding: Unpadding) -> None:
-    """Whether padded batches lose their padding, and how many have kept it."""
+def report_padding(report: PatchReport, unpadding: Unpadding) -> None:
+    """Report whether padded batches lose their padding, and how many kept it."""
     if unpadding.why_never is not None:
-        return say(report, "padding", None, unpadding.why_never)
+        return record(report, "padding", None, unpadding.why_never)
     why = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
-    say(report, "padding", "taken out of batches in training, and where no cache is made", why)
+    record(report, "padding", "taken out of batches in training, and where no cache is made", why)

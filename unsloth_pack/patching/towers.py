@@ -1,4 +1,4 @@
-"""The towers of models of vision and language: which classes of theirs are swapped."""
+"""Swap the classes of the towers of models of vision and language."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,17 +27,13 @@ from unsloth_pack.layers.vision.tower import (
 from unsloth_pack.layers.vision.variable_size_tower import FastVariableSizeAttention, FastVariableSizeTower
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.patching.report import PatchReport, say, say_tower
+from unsloth_pack.patching.report import PatchReport, record, report_tower
 
 Swap = Callable[..., None]  # Patch.swap
 
 
 def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, backend: str) -> None:
-    """Swap the classes of the tower of `base`, and report how it attends.
-
-    Args:
-        backend: the attention backend that was asked for, "auto" included.
-    """
+    """Swap the classes of the tower of `base`, and report how it attends; `backend` may be "auto"."""
     tower = base.base_model.get_submodule(spec.tower)
     {"grids": _swap_for_grids, "sizes": _swap_for_sizes, "batch": _swap_for_batch}[spec.attends](
         swap, report, tower, spec, backend
@@ -54,21 +50,21 @@ def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, bac
             swap(module, FastTowerMLP)
 
 
-def let_blocks_be_captured(
+def prepare_blocks(
     report: PatchReport,
     layers: Iterable[tuple[Any, Choice]],
     spec: ArchSpec,
     request: Request,
     graphs: StepGraphs,
 ) -> None:
-    """Report what computes the attention of images whose tokens see each other in both directions.
+    """Choose and report the backend for images whose tokens see each other in both directions.
 
     Args:
         layers: the attention module of each layer of the text model, and how it computes.
-        graphs: of that model. They may hold such rows if they may hold that.
+        graphs: of that model. They may hold such rows if they may hold that backend.
 
     Raises:
-        BackendUnavailable: nothing can.
+        BackendUnavailable: no backend can.
     """
     chosen, windows = set(), set()
     for module, choice in layers:
@@ -79,34 +75,30 @@ def let_blocks_be_captured(
     if not any(map(why_not_captured, chosen)):
         graphs.windows = frozenset(windows)
     how = f"by a second call a layer through {' and '.join(sorted(chosen))}"
-    say(report, "image tokens", f"see each other in both directions, {how}", None)
+    record(report, "image tokens", f"see each other in both directions, {how}", None)
 
 
 def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
     attentions = [block.attn for block in tower.blocks]
-    weight = tower.patch_embed.proj.weight
-    chosen, why = _backend(attentions[0], weight, backend)
-    graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
+    chosen, why, graphs = _choose_backend(attentions[0], tower.patch_embed.proj.weight, backend)
     swap(tower, FastTower, vision_spec=spec, tower_graphs=graphs)
     swap(tower.patch_embed, FastPatchEmbed, is_frozen=False)
     for attention in attentions:
         swap(attention, FastTowerAttention, attn_backend=chosen)
-    say_tower(report, len(attentions), chosen, why, graphs)
+    report_tower(report, len(attentions), chosen, why, graphs)
 
 
 def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
     attentions = [layer.attention for layer in tower.transformer.layers]
     if drops := _dropout(tower):
         swap(tower, FrozenTower, tower_graphs=TowerGraphs(drops))
-        say_tower(report, len(attentions), None, drops)
+        report_tower(report, len(attentions), None, drops)
         return
-    weight = tower.patch_conv.weight
-    chosen, why = _backend(attentions[0], weight, backend)
-    graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
+    chosen, why, graphs = _choose_backend(attentions[0], tower.patch_conv.weight, backend)
     swap(tower, FastVariableSizeTower, tower_graphs=graphs)
     for attention in attentions:
         swap(attention, FastVariableSizeAttention, attn_backend=chosen)
-    say_tower(report, len(attentions), chosen, why, graphs)
+    report_tower(report, len(attentions), chosen, why, graphs)
 
 
 def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
@@ -115,20 +107,20 @@ def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
         why_never = "CUDA graphs need CUDA"
     graphs = TowerGraphs(why_never, unit="images")
     swap(tower, FrozenTower, tower_graphs=graphs)
-    say_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch", graphs)
+    report_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch", graphs)
 
 
 def _dropout(tower: Any) -> str | None:
-    """What attention drops at random, which it does without a module of its own; None for nothing."""
+    """Return what attention drops at random without a module of its own, or None."""
     p = getattr(tower.config, "attention_dropout", 0)
     return f"attention_dropout is {p}" if p else None
 
 
-def _backend(attention: Any, weight: Any, requested: str) -> tuple[str, str]:
-    """The attention backend of a tower, and why: the one that is asked for where it can run, else another."""
+def _choose_backend(attention: Any, weight: Any, requested: str) -> tuple[str, str, TowerGraphs]:
+    """Choose a tower's attention backend, else another than requested; say why, and start its graphs."""
     options = AttentionOptions(attention.scaling, causal=False)
     need = AttentionNeed(weight.device.type, weight.dtype, attention.head_dim, options)
-    if requested != "auto" and (why_not := why_unavailable(requested, need)):
-        chosen, why = choose_backend("auto", need)
-        return chosen, f"{requested}: {why_not}; {why}"
-    return choose_backend(requested, need)
+    why_not = None if requested == "auto" else why_unavailable(requested, need)
+    chosen, why = choose_backend("auto" if why_not else requested, need)
+    graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
+    return chosen, f"{requested}: {why_not}; {why}" if why_not else why, graphs
