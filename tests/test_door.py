@@ -281,7 +281,7 @@ def test_what_only_trls_head_can_do_goes_its_way(why, described):
 
 def test_scores_that_no_trainer_has_prepared_are_refused():
     """As after a patch was undone and laid anew: the trainer's head went with it."""
-    with pytest.raises(InputError, match="no trainer has prepared this model; make it a new trainer"):
+    with pytest.raises(InputError, match="no trainer prepared this model; build a new trainer"):
         patched()(**row(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS, fused_lm_head=True)
     model = patched()
     asked_by_trl(model)

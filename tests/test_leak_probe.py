@@ -107,7 +107,7 @@ def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, m
     [
         ("layers.0", r"layer 0 \(LlamaDecoderLayer\)"),
         ("layers.1", r"layer 1 \(LlamaDecoderLayer\)"),
-        ("norm", "what lies behind the layers"),
+        ("norm", "a module after the layers"),
     ],
 )
 def test_the_first_layer_that_lets_one_through_is_named(place, where, source, victim):
@@ -140,7 +140,7 @@ class Leaking(torch.nn.Module):
 def test_a_leak_that_adds_up_to_nothing_is_found():
     model = patched()
     model.get_decoder().norm = Leaking(model.get_decoder().norm)
-    with pytest.raises(LeakFound, match="in what lies behind the layers;"):
+    with pytest.raises(LeakFound, match="in a module after the layers;"):
         model(**ROW)
 
 

@@ -299,9 +299,7 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
     """Refuse a model that takes no adapter, and another `max_seq_length` than it was loaded with."""
     require_model(model, "give what from_pretrained returned first")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise InputError(
-            "the model has an adapter already; train it as it is, merge it first, or load the model anew"
-        )
+        raise InputError("the model has an adapter already; train it, merge it, or load the model anew")
     if getattr(model, "full_finetuning", False):
         raise InputError(
             "the model was loaded with full_finetuning=True, which trains every weight; leave out "

@@ -148,7 +148,5 @@ def _choose_targets(model: Any, targets: Any, wishes: Mapping[str, bool | None])
         )
     if targets is not None:
         part = "mlp" if attention else "attention"
-        raise InputError(
-            f"finetune_{part}_modules=False chooses among the default targets; leave target_modules out"
-        )
+        raise InputError(f"finetune_{part}_modules=False chooses among defaults; leave target_modules out")
     return [name for name in default_names(model) if (name in _MLP) is mlp]

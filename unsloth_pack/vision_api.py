@@ -237,10 +237,16 @@ class VisionDataCollator:
         **others: Any,
     ):
         _refuse_others(others)
-        _check_switches(
-            train_on_responses_only=train_on_responses_only, skip_broken_images=skip_broken_images
-        )
-        _check_texts(instruction_part=instruction_part, response_part=response_part)
+        switches = {
+            "train_on_responses_only": train_on_responses_only,
+            "skip_broken_images": skip_broken_images,
+        }
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise InputError(f"{name} is {value!r}; give True or False")
+        for name, text in {"instruction_part": instruction_part, "response_part": response_part}.items():
+            if not isinstance(text, str | None):
+                raise InputError(f"{name} is {text!r}; give the text that the chat template writes there")
         if formatting_func is not None and not callable(formatting_func):
             raise InputError(
                 f"formatting_func is {formatting_func!r}; give a function that makes the row of an example"
@@ -341,18 +347,6 @@ UnslothVisionDataCollator = VisionDataCollator  # the name in Unsloth's notebook
 
 def _is_patched(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
-
-
-def _check_switches(**switches: Any) -> None:
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name} is {value!r}; give True or False")
-
-
-def _check_texts(**texts: Any) -> None:
-    for name, value in texts.items():
-        if not isinstance(value, str | None):
-            raise InputError(f"{name} is {value!r}; give the text that the chat template writes there")
 
 
 def _refuse_others(others: dict[str, Any]) -> None:

@@ -170,6 +170,7 @@ def flash_attn_4() -> VarlenKernel:
         window_size: tuple[int, int],
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
+        bound = window_size[0] if window_size[0] >= 0 else None
         return flash_attn_varlen_func(
             q_NHD,
             k_NKD,
@@ -181,7 +182,7 @@ def flash_attn_4() -> VarlenKernel:
             softmax_scale=softmax_scale,
             causal=causal,
             # Its "no window" is None: it takes -1 beside a 0 as a real bound
-            window_size=tuple(None if tokens < 0 else tokens for tokens in window_size),
+            window_size=window_size if min(window_size) >= 0 else (bound, None),
             softcap=softcap,
         )
 

@@ -29,7 +29,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What decides whether a backend can run a layer.
+    """The properties of a layer by which a backend can run it or not.
 
     Args:
         head_dim: the head size of q and k.

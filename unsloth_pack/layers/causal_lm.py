@@ -73,7 +73,7 @@ class StepLabels:
         if self.shift_labels is not None:
             return self.shift_labels
         if self.labels is None:
-            raise InputError("fused_lm_head=True scores labels, but there are none; pass labels")
+            raise InputError("fused_lm_head=True scores labels, but there are none; give labels")
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def as_arguments(self) -> dict[str, Any]:
@@ -182,12 +182,9 @@ class FastCausalLM(CountedParameters):
                 `num_items_in_batch`; `labels` and `shift_labels` differ.
         """
         kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-        }
-        inputs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         described = row_from_call(inputs, kwargs, partial(self._find_batch, inputs, labels, kwargs))
         for name in (*ROW_KEYWORDS, "packed_row"):
             kwargs.pop(name, None)
@@ -198,7 +195,8 @@ class FastCausalLM(CountedParameters):
             self._check_boundaries(call)
         if call.row is not None:
             inputs["attention_mask"] = call.row.token_mask
-            self._refuse_other_decoder()
+            if self.get_decoder() is not self.fast_decoder:
+                raise InputError(f"{type(self).__name__} has got another decoder; call patch_model again")
         trl_head = None
         if kwargs.pop("fused_lm_head", False) and (trl_head := read_trl_head(self)) is None:
             raise InputError("fused_lm_head=True, but no trainer prepared this model; build a new trainer")
@@ -239,12 +237,6 @@ class FastCausalLM(CountedParameters):
 
     def _check_boundaries(self, call: ForwardCall) -> None:
         """Check whether an unpacked call holds a packed row that lost its boundaries."""
-
-    def _refuse_other_decoder(self) -> None:
-        if self.get_decoder() is not self.fast_decoder:
-            raise InputError(
-                f"{type(self).__name__} has got another decoder since it was patched; call patch_model again"
-            )
 
     def decode(self, call: ForwardCall) -> Any:
         """Run the decoder on a described call."""
@@ -347,8 +339,8 @@ class FastCausalLM(CountedParameters):
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
         decoded = self.decode(call)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_output_embeddings()(decoded.last_hidden_state[:, kept])
+        places = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(decoded.last_hidden_state[:, places])
         logits = read_head(self, self.spec, self.is_wrapper).scaled(logits)
         loss = None
         if step_labels.labels is not None:

@@ -105,15 +105,10 @@ class FastDecoder(nn.Module):
                 around the decoder: the row, the padded batch that becomes one, or None for a batch that keeps
                 its padding.
         """
+        caching = {"past_key_values": past_key_values, "use_cache": use_cache}
         if "packed_row" not in kwargs:
-            inputs: dict[str, Any] = {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                "past_key_values": past_key_values,
-                "inputs_embeds": inputs_embeds,
-                "use_cache": use_cache,
-            }
+            inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **caching}
+            inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
             unpad = partial(self.unpadding.find_batch, self, inputs)
             kwargs["packed_row"] = row_from_call(inputs, kwargs, unpad)
         row = kwargs.pop("packed_row")
@@ -126,7 +121,9 @@ class FastDecoder(nn.Module):
         if row is not None:
             if batch is None:
                 self._refuse_joined_answers(row)
-            self._probe_for_leaks(row)
+            if self.leak_probe is not None and self.leak_probe.is_due(self, row):
+                self.leak_probe.look(self)
+                self.leak_probe = None
         if self._trains():
             self._warn_if_nothing_trains(inputs_embeds)
         if row is not None:
@@ -137,14 +134,9 @@ class FastDecoder(nn.Module):
         refuse_leaking_masks(attention_mask, position_ids)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]
+        tokens = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
+            attention_mask=attention_mask, position_ids=position_ids, **tokens, **caching, **kwargs
         )
 
     def _refuse_joined_answers(self, row: PackedRow) -> None:
@@ -154,11 +146,6 @@ class FastDecoder(nn.Module):
                 f"{self.answers_by_row} gives one answer a row, {n_rows} hold {n_documents} documents; "
                 "give every document a row of its own, padded"
             )
-
-    def _probe_for_leaks(self, row: PackedRow) -> None:
-        if self.leak_probe is not None and self.leak_probe.is_due(self, row):
-            self.leak_probe.look(self)
-            self.leak_probe = None
 
     def _warn_if_nothing_trains(self, inputs_embeds: Tensor | None) -> None:
         """Warn once, except for embeddings from outside, where something may train."""

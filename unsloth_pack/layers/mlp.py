@@ -147,11 +147,11 @@ class _TrainedGatedMLP(torch.autograd.Function):
         arithmetic.unchanged(ctx.versions)
         plan: _Plan = ctx.plan
         params, needed = ctx.params, ctx.needs_input_grad
-        x, *kept = (ctx if plan.start is None else plan.start).saved_tensors
+        x, *saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI, g_NO = x.reshape(-1, ctx.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        outputs = kept or _project_inner(x_NI, params, plan.dtype)
+        outputs = saved or _project_inner(x_NI, params, plan.dtype)
         # Kept tensors may be read again; any other gives its memory to its gradient
-        grads = [torch.empty_like(y_NO) for y_NO in kept] if kept and not is_last_pass() else outputs
+        grads = [torch.empty_like(y_NO) for y_NO in saved] if saved and not is_last_pass() else outputs
         product_NF = g_NO @ params[-2].to(plan.dtype)  # holds its gradient until the kernel has run
         gate, up = gate_and_up(outputs)
         gated_lora_backward_(product_NF, None, gate, None, up, None, plan.activation, *gate_and_up(grads))

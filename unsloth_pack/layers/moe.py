@@ -103,10 +103,7 @@ class FastExpertsLora(PeftStack):
             InputError: the experts are quantised: PEFT would add to a copy, and lose it.
         """
         if is_quantised(self.get_base_layer()):
-            raise InputError(
-                "experts in few bits cannot be merged in place; use save_pretrained_merged, or load the "
-                "model in 16 bits"
-            )
+            raise InputError("experts in few bits cannot be merged in place; use save_pretrained_merged")
         super().merge(*args, **kwargs)
 
     @no_compile
@@ -165,7 +162,7 @@ def _widen_biases(experts: Any) -> Iterator[None]:
     names = [f"{name}_bias" for name in STACKS] if experts.has_bias and adds_in_place else []
     trained = {name: bias for name in names if (bias := getattr(experts, name)).requires_grad}
     wide = {name: bias.float() for name, bias in trained.items() if bias.element_size() == 2}
-    experts.__dict__.update(wide)  # found before the parameters
+    experts.__dict__.update(wide)  # Python looks here before the parameters
     try:
         yield
     finally:

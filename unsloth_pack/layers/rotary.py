@@ -23,7 +23,7 @@ _GRAIN = 256  # tables grow in steps of this many positions
 
 
 class RotaryTables:
-    """The tables of one `rotary_emb` module (and layer type), kept between steps.
+    """The tables of one `rotary_emb` module (and layer type), cached between steps.
 
     Args:
         rotary_emb: transformers' rotary module.

@@ -30,7 +30,9 @@ class FastSequenceClassification(nn.Module):
         Masked padding gets that id first, so that no answer is read from padding.
         """
         pad_token_id = self.config.get_text_config().pad_token_id
-        if pad_token_id is not None and input_ids is not None and _is_per_token(attention_mask, input_ids):
+        # A mask may also come ready for attention
+        is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
+        if pad_token_id is not None and input_ids is not None and is_per_token:
             input_ids = input_ids.masked_fill(attention_mask == 0, pad_token_id)
         return super().forward(
             input_ids=input_ids,
@@ -42,8 +44,3 @@ class FastSequenceClassification(nn.Module):
             use_cache=use_cache,
             **kwargs,
         )
-
-
-def _is_per_token(attention_mask: Any, input_ids: Tensor) -> bool:
-    """Return whether a mask has one number a token, unlike masks ready for attention."""
-    return isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape

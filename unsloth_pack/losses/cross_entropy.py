@@ -30,7 +30,7 @@ def loss_output(
 
     Args:
         decoded: the decoder's output.
-        watch_logits: gets the logits, if they are asked for.
+        watch_logits: called with the logits once they are read.
     """
     hidden_BTC, weight = decoded.last_hidden_state, head.weight
     version = weight._version
@@ -55,14 +55,14 @@ def loss_output(
 
 @dataclass(frozen=True)
 class _LazyLogits:
-    """The placeholder in an output for logits that nobody has asked for."""
+    """The placeholder in an output for logits that were not read yet."""
 
     make: Callable[[], Tensor]
 
 
 @dataclass
 class LossOutput(MoeCausalLMOutputWithPast):
-    """A model's output whose `logits` are computed at the first request: most steps never ask.
+    """A model's output whose `logits` are computed when first read: most steps never do.
 
     They are there by name, key and place, as transformers' are. `values()` and `items()`, by which wrappers
     rebuild an output, pass on the placeholder.

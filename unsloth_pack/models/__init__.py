@@ -42,8 +42,7 @@ def arch_spec_for(model_type: str) -> ArchSpec:
     """
     if model_type in LEAKING:
         raise UnsupportedArchitecture(
-            f"model type {model_type!r} cannot be packed: {LEAKING[model_type]}; train it unpacked, in "
-            "transformers"
+            f"model type {model_type!r} cannot be packed: {LEAKING[model_type]}; train it unpacked"
         )
     if model_type not in _SPECS:
         inner = f"{model_type}_text"  # of a model of vision and language

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """How one transformers architecture departs from the plain decoder.
+    """Declares how one transformers architecture departs from the plain decoder.
 
     Norm placement, MLP, experts and residual multipliers are not declared: the patch runs transformers' own
     layers, or the same computation (`layers/layer.py`). Declared is what the attention, the decoder's entry
-    and the loss need. A config field or an attribute is given by its name.
+    and the loss need. Config fields and attributes stand by name.
 
     Args:
         model_type: `config.model_type` of the text model.
@@ -149,7 +149,7 @@ DEEPSTACK = "deepstack_visual_embeds"  # what a decoder adds to image tokens aft
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """How one model of vision and language puts images into the rows of its text model.
+    """Declares how a model of vision and language puts images into the rows of its text model.
 
     Args:
         model_type: `config.model_type` of the whole model.

@@ -313,16 +313,12 @@ def describe_row(
     positions, real = host.get("position_ids"), _real_tokens(host.get("attention_mask"))
     documents = read_documents(host, shape)
     if positions is not None and positions.size and positions.max() > LAST_POSITION:
-        raise InputError(
-            f"position_ids reach {positions.max()}; give positions up to {LAST_POSITION}, as far as "
-            "float32 tells them apart"
-        )
+        raise InputError(f"position_ids reach {positions.max()}; give positions up to {LAST_POSITION}")
     if list(documents) == ["position_ids"] and not max_lengths and _is_ordinary_batch(positions, real):
         return None
     if attention_mask is not None and not has_row_mask:
         raise InputError(
-            f"attention_mask is {_name_form(attention_mask)}, the packed row {list(shape)}; leave it out: "
-            "documents are kept apart without it"
+            f"attention_mask is {_name_form(attention_mask)}, the packed row {list(shape)}; leave it out"
         )
     if real is not None:
         if not real.any():

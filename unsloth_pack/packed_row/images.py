@@ -59,11 +59,7 @@ class RowImages:
                 side by side in one document.
         """
         places = np.flatnonzero(is_placeholder)
-        if len(places) != sizes.sum():
-            raise InputError(
-                f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give "
-                "it the images of this very row, in their order"
-            )
+        _refuse_other_count(places, sizes)
         images = cls(places, sizes)
         document_of = np.repeat(np.arange(len(row.lengths)), row.lengths)
         first, last = images.starts, images.starts + sizes - 1
@@ -113,11 +109,7 @@ def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hi
     Raises:
         InputError: placeholders and image tokens differ in number, or a document ends inside an image.
     """
-    if len(places) != sizes.sum():
-        raise InputError(
-            f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give it "
-            f"the images of this very row, in their order{hint}"
-        )
+    _refuse_other_count(places, sizes, hint)
     document_ends = np.searchsorted(places, np.cumsum(row.lengths))
     image_ends = np.concatenate([[0], np.cumsum(sizes)])
     images_before = np.searchsorted(image_ends, document_ends)
@@ -130,6 +122,14 @@ def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hi
             f"the boundaries, and the order of the images{hint}"
         )
     return np.diff(images_before, prepend=0).tolist()
+
+
+def _refuse_other_count(places: np.ndarray, sizes: np.ndarray, hint: str = "") -> None:
+    if len(places) != sizes.sum():
+        raise InputError(
+            f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give it "
+            f"the images of this very row, in their order{hint}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

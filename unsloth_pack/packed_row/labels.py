@@ -167,7 +167,7 @@ class ContradictingLabels:
         self._differ = HostCopy((shifted != shift_labels).any())
 
     def refuse(self) -> None:
-        """Refuse them, since either could be meant.
+        """Refuse them: which one counts is unclear.
 
         Raises:
             InputError: they differ.
@@ -178,7 +178,7 @@ class ContradictingLabels:
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Where the documents of a padded batch stand, and the packed row that they form.
+    """Locates the documents of a padded batch, and holds the packed row that they form.
 
     Args:
         row: `[1, N]`, one document for each row of the batch that has a token.

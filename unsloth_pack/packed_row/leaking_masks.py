@@ -37,6 +37,6 @@ def refuse_leaking_masks(masks: Any, position_ids: Any) -> None:
         if sees.any():
             row, token, other = sees.nonzero()[0].tolist()
             raise InputError(
-                f"token {token} of row {row} would see token {other} of another document, by the mask that "
-                "the model around the decoder has made; call the model with its head, which keeps them apart"
+                f"token {token} of row {row} would see token {other} of another document; call the model "
+                "with its head"
             )

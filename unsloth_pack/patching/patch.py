@@ -277,7 +277,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     earlier_forwards = read_forwards(base)
     if earlier is not None:  # only now: a refusal above leaves the earlier patch in place
         earlier.undo()
-    _warn_of_slow_layers(spec, choices)
+    for remedy in dict.fromkeys(choice.remedy for choice in choices if choice.remedy):
+        logger.warning("%s: %s", spec.model_type, remedy)
     parts = DecoderParts.from_decoder(decoder, spec, choices)
     refuse_own_code(parts.list_replaced())
     patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
@@ -402,19 +403,13 @@ def _unwrap_peft(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-def _warn_of_slow_layers(spec: ArchSpec, choices: Sequence[Choice]) -> None:
-    for remedy in dict.fromkeys(choice.remedy for choice in choices if choice.remedy):
-        logger.warning("%s: %s", spec.model_type, remedy)
-
-
 def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
     """Refuse a second patch on a module: undoing one would break the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
         if is_patched_class(type(module)) and type(module) not in own:
             raise InputError(
-                f"{name or type(base).__name__} is patched already, in another model that shares it; undo "
-                "that patch first, or load the model anew"
+                f"{name or type(base).__name__} is patched already, in another model; undo that patch first"
             )
 
 

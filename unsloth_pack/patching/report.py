@@ -24,7 +24,7 @@ from unsloth_pack.patching.parts import DecoderParts
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What was patched, what was not, and why. `print(report)` shows it as lines.
+    """Lists what was patched, what was not, and why. `print(report)` shows it as lines.
 
     Args:
         model_type: the architecture.

@@ -142,8 +142,7 @@ def refuse_attention_weights(config: PreTrainedConfig, kwargs: Mapping[str, Any]
     is_wanted = kwargs.get("output_attentions")
     if config.output_attentions if is_wanted is None else is_wanted:
         raise InputError(
-            "output_attentions=True: a patched model builds no attention weights; set it to False, or undo "
-            "the patch"
+            "output_attentions=True: a patched model builds no attention weights; set it to False"
         )
 
 

@@ -13,7 +13,7 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class Request:
-    """Where a mixer is to compute, and who asks for which attention backend.
+    """Says where a mixer is to compute, and who asks for which attention backend.
 
     Args:
         backend: "auto" or a name.
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer computes.
+    """Says how one layer computes.
 
     Args:
         name: of the backend, chosen for this `reason`.

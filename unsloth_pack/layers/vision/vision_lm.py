@@ -44,7 +44,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Features:
-    """What a tower and its aligner compute from the images of a call.
+    """The output of a tower and its aligner for the images of a call.
 
     Args:
         by_token: `[V, C]`, a row for each placeholder token.
