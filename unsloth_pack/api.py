@@ -47,11 +47,7 @@ from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, ena
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules.walk import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
-from unsloth_pack.unsloth_arguments import (
-    take_adapter_arguments,
-    take_loading_arguments,
-    take_trained_ends,
-)
+from unsloth_pack.unsloth_arguments import take_adapter_arguments, take_loading_arguments, take_trained_ends
 from unsloth_pack.unsloth_exports import (
     push_to_hub_gguf,
     push_to_hub_merged,

@@ -20,32 +20,26 @@ ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention over a packed row.
+    """One way to compute attention over a packed row."""
 
-    Args:
-        why_unavailable: returns why it cannot serve a need, in one clause, or None.
-        attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row, the options, and the
-            sinks `[H]` where there are any.
-        kernel_name: which of its kernels serves a need, where it has several.
-        can_be_captured: CUDA graphs can hold it: it reads nothing of the row on the host.
-        room_is_free: it takes no longer over a row with room for more and longer documents. FlashAttention
-            does: its grids grow with both.
-        why_not_by_default: returns why `auto` skips it even where it can run, in one clause, or None.
-        needs_trial: a tiny step must show that it runs: its package may be built for another torch.
-        takes_other_v: v may have another head size than q and k; for others `run` pads the smaller one with
-            zeros.
-        takes_other_keys: the queries of a segment may attend to the segment in the same place of another row,
-            which `attend` takes as `keys`.
-    """
-
+    # returns why it cannot serve a need, in one clause, or None
     why_unavailable: Callable[[AttentionNeed], str | None]
+    # `[N, H, D]` from queries of H heads, keys and values of K heads, the row, the options, and the sinks
+    # `[H]` where there are any
     attend: Callable[..., Tensor]
+    # which of its kernels serves a need, where it has several
     kernel_name: Callable[[AttentionNeed], str | None] = lambda need: None
-    can_be_captured: bool = False
+    can_be_captured: bool = False  # CUDA graphs can hold it: it reads nothing of the row on the host
+    # it takes no longer over a row with room for more and longer documents. FlashAttention does: its grids
+    # grow with both
     room_is_free: bool = False
+    # returns why `auto` skips it even where it can run, in one clause, or None
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
-    needs_trial: bool = True
+    needs_trial: bool = True  # a tiny step must show that it runs: its package may be built for another torch
+    # v may have another head size than q and k; for others `run` pads the smaller one with zeros
     takes_other_v: bool = False
+    # the queries of a segment may attend to the segment in the same place of another row, which `attend`
+    # takes as `keys`
     takes_other_keys: bool = False
 
     def run(
@@ -86,11 +80,7 @@ BACKENDS = {  # fastest first
         needs_trial=False,  # its kernels would be compiled for other heads than the layer's
     ),
     "flash": Backend(
-        flash.why_unavailable,
-        flash.attend,
-        flash.kernel_name,
-        can_be_captured=True,
-        takes_other_keys=True,
+        flash.why_unavailable, flash.attend, flash.kernel_name, can_be_captured=True, takes_other_keys=True
     ),
     "xformers": Backend(xformers.why_unavailable, xformers.attend),
     "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_other_keys=True),

@@ -1,5 +1,7 @@
 """Attend over an ordinary batch: padded training batches, prefill and decoding with a cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,21 +43,10 @@ def attend_dense(
         if q_BHTD.shape[-1] > _LARGEST_GROUPED:
             groups = q_BHTD.shape[1] // k_BKSD.shape[1]
             k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
-        out_BHTD = F.scaled_dot_product_attention(
-            q_BHTD,
-            k_BKSD,
-            v_BKSD,
-            attn_mask=mask,
-            dropout_p=options.dropout,
-            is_causal=is_causal,
-            scale=options.scale,
-            enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
-        )
-    else:
-        if is_causal:
-            mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
-        out_BHTD = _attend_eager(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H)
-    return out_BHTD.transpose(1, 2)
+        return _attend_fused(q_BHTD, k_BKSD, v_BKSD, options, mask, is_causal)
+    if is_causal:
+        mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
+    return _attend_eager(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H).transpose(1, 2)
 
 
 def attend_all(
@@ -66,15 +57,20 @@ def attend_all(
     Args:
         mask: `[T, S]` bool, False where a query may not look after all.
     """
-    out_BHTD = F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BKSD,
-        v_BKSD,
-        attn_mask=mask,
-        dropout_p=options.dropout,
-        scale=options.scale,
-        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
-    )
+    return _attend_fused(q_BHTD, k_BKSD, v_BKSD, options, mask)
+
+
+def _attend_fused(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    options: AttentionOptions,
+    mask: Any,
+    is_causal: bool = False,
+) -> Tensor:
+    settings: dict[str, Any] = {"dropout_p": options.dropout, "scale": options.scale, "is_causal": is_causal}
+    settings["enable_gqa"] = q_BHTD.shape[1] != k_BKSD.shape[1]
+    out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, **settings)
     return out_BHTD.transpose(1, 2)
 
 

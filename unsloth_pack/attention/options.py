@@ -7,40 +7,27 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of one attention layer.
+    """Options of one attention layer."""
 
-    Args:
-        scale: factor on the logits, before the softcap.
-        window: how many keys a query sees, its own included; None for all up to its own.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
-        dropout: probability of dropping an attention weight.
-        sinks: a query also attends to its head's sink, a logit without a value.
-        causal: a query sees no later key. Otherwise, as in vision towers, it sees its whole segment, and a
-            window bounds only the keys before it.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    sinks: bool = False
+    scale: float  # factor on the logits, before the softcap
+    window: int | None = None  # how many keys a query sees, its own included; None for all up to its own
+    softcap: float | None = None  # logits become `softcap * tanh(logits / softcap)`
+    dropout: float = 0.0  # probability of dropping an attention weight
+    sinks: bool = False  # a query also attends to its head's sink, a logit without a value
+    # a query sees no later key. Otherwise, as in vision towers, it sees its whole segment, and a window
+    # bounds only the keys before it
     causal: bool = True
 
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """The properties of a layer by which a backend can run it or not.
-
-    Args:
-        head_dim: the head size of q and k.
-        v_head_dim: the head size of v; None where it is that of q and k.
-    """
+    """The properties of a layer by which a backend can run it or not."""
 
     device_type: str
     dtype: torch.dtype
-    head_dim: int
+    head_dim: int  # the head size of q and k
     options: AttentionOptions
-    v_head_dim: int | None = None
+    v_head_dim: int | None = None  # the head size of v; None where it is that of q and k
 
     def __post_init__(self) -> None:
         if self.v_head_dim == self.head_dim:  # needs that mean the same are equal

@@ -22,14 +22,10 @@ _AXES = 3  # time, height and width
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """A count that is 0 in a whole row.
-
-    Args:
-        message: of the error; `{}` stands for the count.
-    """
+    """A count that is 0 in a whole row."""
 
     count: HostCopy
-    message: str
+    message: str  # of the error; `{}` stands for the count
 
     @classmethod
     def start(cls, count: Tensor, message: str) -> list["DeferredCheck"]:

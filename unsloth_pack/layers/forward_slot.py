@@ -116,22 +116,15 @@ def read_trl_head(model: Any) -> TrlHead | None:
 
 @dataclass
 class ForwardCall:
-    """A call that has come in.
+    """A call that has come in."""
 
-    Args:
-        described: its packed row, or the padded batch that becomes one inside the decoder; None for a batch
-            that keeps its padding.
-        inputs: the decoder's named arguments.
-        rest: the others; neither the row's nor the loss's.
-        images: pixels and grids that were taken out of `rest`.
-        checks: to run after the decoder.
-    """
-
+    # its packed row, or the padded batch that becomes one inside the decoder; None for a batch that keeps its
+    # padding
     described: PackedRow | PaddedBatch | None
-    inputs: dict[str, Any]
-    rest: dict[str, Any]
-    images: Any = None
-    checks: list[DeferredCheck] = field(default_factory=list)
+    inputs: dict[str, Any]  # the decoder's named arguments
+    rest: dict[str, Any]  # the others; neither the row's nor the loss's
+    images: Any = None  # pixels and grids that were taken out of `rest`
+    checks: list[DeferredCheck] = field(default_factory=list)  # to run after the decoder
 
     @property
     def row(self) -> PackedRow | None:

@@ -177,15 +177,10 @@ def _is_reentrant(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class OwnCheckpointing:
-    """A checkpointing mode of this package ("offload" or a plan), to restore after it was switched off.
+    """A checkpointing mode of this package ("offload" or a plan), to restore after it was switched off."""
 
-    Args:
-        functions: the checkpoint function of each layer, or None.
-        plan: the decoder's `recompute_plan`.
-    """
-
-    functions: tuple[Any, ...]
-    plan: Any
+    functions: tuple[Any, ...]  # the checkpoint function of each layer, or None
+    plan: Any  # the decoder's `recompute_plan`
 
     @classmethod
     def from_decoder(cls, decoder: Any) -> "OwnCheckpointing | None":
@@ -215,15 +210,12 @@ class FastTrainedTokens(nn.Module):
     PEFT copies the whole matrix at every call to put the trained rows into it, and its gradient is as large.
     Here frozen rows are looked up as they are, and trained ones in their own small matrix. Calls other than
     PEFT's plain one go through PEFT's forward.
-
-    Args:
-        places: `[V]`, the row of each token in the trained matrix, for the tokens in `placed`; else -1.
     """
 
     token_adapter: Any
     disable_adapters: bool
     placed: tuple[int, ...] | None = None
-    places: Tensor
+    places: Tensor  # `[V]`, the row of each token in the trained matrix, for the tokens in `placed`; else -1
 
     @no_compile
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

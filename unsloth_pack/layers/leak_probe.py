@@ -101,15 +101,10 @@ logger = logging.getLogger("unsloth_pack")
 
 
 class ProbeSubject(Protocol):
-    """A model or decoder to probe.
+    """A model or decoder to probe."""
 
-    Args:
-        attn_backend: for messages.
-        vocab_size: token ids are smaller.
-    """
-
-    attn_backend: str
-    vocab_size: int
+    attn_backend: str  # for messages
+    vocab_size: int  # token ids are smaller
 
     @property
     def layers(self) -> Sequence[nn.Module]: ...

@@ -225,15 +225,11 @@ class GatedProjections(NamedTuple):
 
 
 class FastMLP(nn.Module):
-    """Replaces the class of a transformers gated MLP.
-
-    Args:
-        decoder_layer: the layer that holds this MLP, of this `number` from 0.
-    """
+    """Replaces the class of a transformers gated MLP."""
 
     spec: ArchSpec
     projections: GatedProjections
-    decoder_layer: Any
+    decoder_layer: Any  # the layer that holds this MLP, of this `number` from 0
     number: int
     gate_and_up_plan: GateAndUpPlan
     residual_dropout: float = 0.0

@@ -34,17 +34,11 @@ from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_mod
 
 
 class FastExperts(ExpertsModule):
-    """Replaces the class of a module of stacked experts.
+    """Replaces the class of a module of stacked experts."""
 
-    Args:
-        gate: how gate and up become their product.
-        gate_module: the activation from which `gate` was read, or None.
-        decoder_layer: the layer that holds it, of this `number` from 0.
-    """
-
-    gate: Gate
-    gate_module: nn.Module | None
-    decoder_layer: Any
+    gate: Gate  # how gate and up become their product
+    gate_module: nn.Module | None  # the activation from which `gate` was read, or None
+    decoder_layer: Any  # the layer that holds it, of this `number` from 0
     number: int
     gate_and_up_plan: GateAndUpPlan
 

@@ -24,20 +24,14 @@ LOSS_KEYWORDS = ("num_items_in_batch", "shift_labels", "ignore_index")  # of a m
 
 @dataclass(frozen=True)
 class Head:
-    """A language-model head: z = (W x + b) / divisor, or softcap * tanh(z / softcap) with a softcap.
+    """A language-model head: z = (W x + b) / divisor, or softcap * tanh(z / softcap) with a softcap."""
 
-    Args:
-        module: computes W x + b; it may be a wrapper of PEFT's.
-        weight: W `[V, C]`.
-        bias: b `[V]`, or None.
-        extra: what an adapter or trained tokens change in W x + b, for x `[..., C]`; None without them.
-    """
-
-    module: Callable[[Tensor], Tensor]
-    weight: Tensor
-    bias: Tensor | None = None
+    module: Callable[[Tensor], Tensor]  # computes W x + b; it may be a wrapper of PEFT's
+    weight: Tensor  # W `[V, C]`
+    bias: Tensor | None = None  # b `[V]`, or None
     divisor: float = 1.0
     softcap: float | None = None
+    # what an adapter or trained tokens change in W x + b, for x `[..., C]`; None without them
     extra: Callable[[Tensor], ExtraLogits] | None = None
 
     def at_temperature(self, temperature: float) -> "Head":

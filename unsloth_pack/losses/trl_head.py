@@ -32,19 +32,12 @@ _FIELDS: dict[str, Field] = {  # TRL's names to the kernel's
 
 @dataclass(frozen=True)
 class TrlHead:
-    """A trainer's request by `add_fused_lm_head`.
+    """A trainer's request by `add_fused_lm_head`."""
 
-    Args:
-        forward: TRL's own, bound to the model.
-        temperature: divides the logits.
-        fields: the requested scores beside the log-probability, by TRL's names.
-        why_not: why only TRL's forward can answer, or None.
-    """
-
-    forward: MethodType
-    temperature: float
-    fields: tuple[str, ...]
-    why_not: str | None
+    forward: MethodType  # TRL's own, bound to the model
+    temperature: float  # divides the logits
+    fields: tuple[str, ...]  # the requested scores beside the log-probability, by TRL's names
+    why_not: str | None  # why only TRL's forward can answer, or None
 
     @classmethod
     def from_forward(cls, forward: Any) -> "TrlHead | None":

@@ -18,6 +18,4 @@ SMOLLM3 = ArchSpec(
     ),
 )  # fmt: skip
 
-ARCEE = ArchSpec(
-    "arcee",
-)
+ARCEE = ArchSpec("arcee")

@@ -48,8 +48,7 @@ GRANITE = ArchSpec(
 )  # fmt: skip
 
 SEED_OSS = ArchSpec(
-    "seed_oss",
-    tiny=dict(head_dim=32, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0),
+    "seed_oss", tiny=dict(head_dim=32, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0)
 )
 
 ERNIE4_5 = ArchSpec("ernie4_5", rotary="pairs", tiny=dict(head_dim=32, use_bias=True))

@@ -12,93 +12,68 @@ class ArchSpec:
     Norm placement, MLP, experts and residual multipliers are not declared: the patch runs transformers' own
     layers, or the same computation (`layers/layer.py`). Declared is what the attention, the decoder's entry
     and the loss need. Config fields and attributes stand by name.
-
-    Args:
-        model_type: `config.model_type` of the text model.
-        attention: the mixer of the layers that attend.
-        mixers: for other types in `config.layer_types`, their mixers with spaces between; "" for an MLP.
-        names: module names here, by their names in Llama: of the decoder (`norm`, `rotary_emb`; "" where
-            nothing rotates), its layers (`self_attn`, `mlp`), attention (`o_proj`, `q_norm`) and the MLP
-            (`gate_proj`). Also mixers by their `attribute`, and the argument by which a layer passes on
-            `packed_row`.
-        projections: linear layers with an adapter by default, beside those of `lora.targets`.
-        refused_by_peft: linear layers that PEFT does not adapt here; "all-linear" leaves them out.
-        window: where the sliding window stands: nowhere, in the config, on the attention module, or in the
-            config for modules with `is_sliding`.
-        fused_qkv: one `qkv_proj` holds q, k and v.
-        output_gate: `q_proj` computes q and, behind each head, the gate of the head's output.
-        activation: the MLP's, as `kernels.gated` names it, if the MLP has no module for it.
-        qk_norm: RMS norm of q and k, per head or over all heads, before the rotation. A model may leave it
-            out, as GLM 4.5 Air does.
-        qk_norm_after_rope: that norm comes after the rotation.
-        rope_layers: layers that rotate q and k: all, those with `use_rope`, those with a sliding window, or
-            the latter only where the model has a window at all.
-        rotary: dimensions of a head that rotate together: i and i + R/2 of R, or 2i and 2i + 1.
-        axes: how pairs of dimensions turn by time, height or width: in blocks of `mrope_section` pairs, or
-            interleaved until the sections of height and width are used up. None: one axis.
-        angles: how transformers' tables hold the angles of R/2 pairs: twice, each twice side by side, or
-            once.
-        query_scale: q grows with the logarithm of a token's position, see `layers/rotary.py`.
-        sinks: each head has a learned logit to which a query attends beside its keys.
-        norm: the decoder's norms: RMS norms, or layer norms without bias.
-        norm_offset: added to the weight of RMS norms (Gemma stores weights around 0).
-        norm_keeps_dtype: norms return the dtype of their input, even under a wider weight.
-        softcap: config field of the attention logit softcap.
-        kv_sharing: layers take `shared_kv_states`: some read the keys and values of others.
-        per_layer_inputs: layers take embeddings of their own, unless `config.hidden_size_per_layer_input` is
-            0.
-        rotary_per_layer_type: sliding and full layers rotate with different bases.
-        embedding_multiplier: config field that multiplies the embeddings on entry.
-        token_multiplier: likewise, but not embeddings that come as `inputs_embeds`.
-        key_multiplier: config field that multiplies keys.
-        mlp_multipliers: attributes of the MLP that multiply gate and the output.
-        logit_divisor, logit_multiplier, logit_softcap: config fields that divide, multiply or cap the logits.
-        unread: attributes of the attention module that transformers' forward does not read either.
-        only: attributes of the attention module or config fields, each with its only supported value.
-        placeholders: config fields of image tokens and the like, which a model around the text model reads as
-            padding.
-        wrapper_has_softcap: a model around the text model, as of vision and language, caps its logits too.
-        stands_alone: transformers has a causal language model of it; else it is a text model inside another.
-        tiny: overrides for the smallest config that still has all of the above.
     """
 
-    model_type: str
-    attention: str = "attention"
+    model_type: str  # `config.model_type` of the text model
+    attention: str = "attention"  # the mixer of the layers that attend
+    # for other types in `config.layer_types`, their mixers with spaces between; "" for an MLP
     mixers: Mapping[str, str] = field(default_factory=dict)
+    # module names here, by their names in Llama: of the decoder (`norm`, `rotary_emb`; "" where nothing
+    # rotates), its layers (`self_attn`, `mlp`), attention (`o_proj`, `q_norm`) and the MLP (`gate_proj`).
+    # Also mixers by their `attribute`, and the argument by which a layer passes on `packed_row`
     names: Mapping[str, str] = field(default_factory=dict)
+    # linear layers with an adapter by default, beside those of `lora.targets`
     projections: tuple[str, ...] = ()
+    # linear layers that PEFT does not adapt here; "all-linear" leaves them out
     refused_by_peft: tuple[str, ...] = ()
+    # where the sliding window stands: nowhere, in the config, on the attention module, or in the config for
+    # modules with `is_sliding`
     window: Literal["none", "config", "layer", "is_sliding"] = "none"
-    fused_qkv: bool = False
-    output_gate: bool = False
-    activation: str | None = None
+    fused_qkv: bool = False  # one `qkv_proj` holds q, k and v
+    output_gate: bool = False  # `q_proj` computes q and, behind each head, the gate of the head's output
+    activation: str | None = None  # the MLP's, as `kernels.gated` names it, if the MLP has no module for it
+    # RMS norm of q and k, per head or over all heads, before the rotation. A model may leave it out, as GLM
+    # 4.5 Air does
     qk_norm: Literal["head", "flat"] | None = None
-    qk_norm_after_rope: bool = False
+    qk_norm_after_rope: bool = False  # that norm comes after the rotation
+    # layers that rotate q and k: all, those with `use_rope`, those with a sliding window, or the latter only
+    # where the model has a window at all
     rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
+    # dimensions of a head that rotate together: i and i + R/2 of R, or 2i and 2i + 1
     rotary: Literal["halves", "pairs"] = "halves"
+    # how pairs of dimensions turn by time, height or width: in blocks of `mrope_section` pairs, or
+    # interleaved until the sections of height and width are used up. None: one axis
     axes: Literal["blocks", "interleaved"] | None = None
+    # how transformers' tables hold the angles of R/2 pairs: twice, each twice side by side, or once
     angles: Literal["twice", "side_by_side", "once"] = "twice"
-    query_scale: bool = False
-    sinks: bool = False
-    norm: Literal["rms", "layer"] = "rms"
-    norm_offset: float = 0.0
-    norm_keeps_dtype: bool = False
-    softcap: str | None = None
-    kv_sharing: bool = False
+    query_scale: bool = False  # q grows with the logarithm of a token's position, see `layers/rotary.py`
+    sinks: bool = False  # each head has a learned logit to which a query attends beside its keys
+    norm: Literal["rms", "layer"] = "rms"  # the decoder's norms: RMS norms, or layer norms without bias
+    norm_offset: float = 0.0  # added to the weight of RMS norms (Gemma stores weights around 0)
+    norm_keeps_dtype: bool = False  # norms return the dtype of their input, even under a wider weight
+    softcap: str | None = None  # config field of the attention logit softcap
+    kv_sharing: bool = False  # layers take `shared_kv_states`: some read the keys and values of others
+    # layers take embeddings of their own, unless `config.hidden_size_per_layer_input` is 0
     per_layer_inputs: bool = False
-    rotary_per_layer_type: bool = False
-    embedding_multiplier: str | None = None
-    token_multiplier: str | None = None
-    key_multiplier: str | None = None
-    mlp_multipliers: tuple[str, str] | None = None
-    logit_divisor: str | None = None
-    logit_multiplier: str | None = None
-    logit_softcap: str | None = None
+    rotary_per_layer_type: bool = False  # sliding and full layers rotate with different bases
+    embedding_multiplier: str | None = None  # config field that multiplies the embeddings on entry
+    token_multiplier: str | None = None  # likewise, but not embeddings that come as `inputs_embeds`
+    key_multiplier: str | None = None  # config field that multiplies keys
+    mlp_multipliers: tuple[str, str] | None = None  # attributes of the MLP that multiply gate and the output
+    logit_divisor: str | None = None  # config field that divides the head's logits
+    logit_multiplier: str | None = None  # config field that multiplies the head's logits
+    logit_softcap: str | None = None  # config field of the softcap of the head's logits
+    # attributes of the attention module that transformers' forward does not read either
     unread: tuple[str, ...] = ()
+    # attributes of the attention module or config fields, each with its only supported value
     only: Mapping[str, Any] = field(default_factory=dict)
+    # config fields of image tokens and the like, which a model around the text model reads as padding
     placeholders: tuple[str, ...] = ()
+    # a model around the text model, as of vision and language, caps its logits too
     wrapper_has_softcap: bool = False
+    # transformers has a causal language model of it; else it is a text model inside another
     stands_alone: bool = True
+    # overrides for the smallest config that still has all of the above
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def name(self, usual: str) -> str:
@@ -149,58 +124,43 @@ DEEPSTACK = "deepstack_visual_embeds"  # what a decoder adds to image tokens aft
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """Declares how a model of vision and language puts images into the rows of its text model.
+    """Declares how a model of vision and language puts images into the rows of its text model."""
 
-    Args:
-        model_type: `config.model_type` of the whole model.
-        tower: path of the tower, which turns pixels into features, below the base model.
-        aligner: paths of the modules that turn the tower's features into the text model's.
-        attends: how the tower's layers attend: within the `grids` of images, whose patches lie in one row;
-            within `sizes` of images, which it cuts into patches in one row; or within each entry of a `batch`
-            of images or tiles of one size.
-        token: config field of the placeholder token of images.
-        grid: the argument with `[images, 3]`, the patches of every image in time, height and width, which
-            give image tokens positions on three axes, see `packed_row.images`. None: positions are ordinary,
-            and the tower says how many tokens an image has.
-        sizes: the argument with `[images, 2]`, height and width of every image in pixels.
-        options: other arguments of a call that reach the tower.
-        of_documents: the argument with the number of images of every document; the tower assumes one each.
-        dimensions: how many dimensions `pixel_values` may have.
-        side: config field of the tower: height and width of every image in pixels; None where they are free.
-        alike: every entry of the tower's batch becomes the same number of tokens.
-        drops_zeros: an image of zeros is padding, which the model leaves out.
-        merge: config field of the tower, or with `sizes` of the whole model: patches a side that become one
-            token. Only where images have a size of their own.
-        deepstack: config field of the tower that lists layers whose features join the first layers of the
-            text model; None without any.
-        windows: most layers of the tower attend within windows of an image.
-        both_ways: adjacent image tokens of a document see each other in both directions; a call marks them by
-            1 in `TOKEN_TYPES`.
-        interpolates: the tower resamples a table of learned positions to the grid of every image.
-        rms_norms: the names of the tower's RMS norms.
-        gated_mlp: the name of a gated MLP in the layers of the tower, or None.
-    """
-
-    model_type: str
-    tower: str = "visual"
+    model_type: str  # `config.model_type` of the whole model
+    tower: str = "visual"  # path of the tower, which turns pixels into features, below the base model
+    # paths of the modules that turn the tower's features into the text model's
     aligner: tuple[str, ...] = ("visual.merger",)
+    # how the tower's layers attend: within the `grids` of images, whose patches lie in one row; within
+    # `sizes` of images, which it cuts into patches in one row; or within each entry of a `batch` of images or
+    # tiles of one size
     attends: Literal["grids", "sizes", "batch"] = "grids"
-    token: str = "image_token_id"
+    token: str = "image_token_id"  # config field of the placeholder token of images
+    # the argument with `[images, 3]`, the patches of every image in time, height and width, which give image
+    # tokens positions on three axes, see `packed_row.images`. None: positions are ordinary, and the tower
+    # says how many tokens an image has
     grid: str | None = "image_grid_thw"
-    sizes: str | None = None
-    options: tuple[str, ...] = ()
+    sizes: str | None = None  # the argument with `[images, 2]`, height and width of every image in pixels
+    options: tuple[str, ...] = ()  # other arguments of a call that reach the tower
+    # the argument with the number of images of every document; the tower assumes one each
     of_documents: str | None = None
-    dimensions: tuple[int, ...] = (2,)
+    dimensions: tuple[int, ...] = (2,)  # how many dimensions `pixel_values` may have
+    # config field of the tower: height and width of every image in pixels; None where they are free
     side: str | None = None
-    alike: bool = False
-    drops_zeros: bool = False
+    alike: bool = False  # every entry of the tower's batch becomes the same number of tokens
+    drops_zeros: bool = False  # an image of zeros is padding, which the model leaves out
+    # config field of the tower, or with `sizes` of the whole model: patches a side that become one token.
+    # Only where images have a size of their own
     merge: str = "spatial_merge_size"
+    # config field of the tower that lists layers whose features join the first layers of the text model; None
+    # without any
     deepstack: str | None = None
-    windows: bool = False
+    windows: bool = False  # most layers of the tower attend within windows of an image
+    # adjacent image tokens of a document see each other in both directions; a call marks them by 1 in
+    # `TOKEN_TYPES`
     both_ways: bool = False
-    interpolates: bool = False
-    rms_norms: tuple[str, ...] = ()
-    gated_mlp: str | None = None
+    interpolates: bool = False  # the tower resamples a table of learned positions to the grid of every image
+    rms_norms: tuple[str, ...] = ()  # the names of the tower's RMS norms
+    gated_mlp: str | None = None  # the name of a gated MLP in the layers of the tower, or None
 
     @property
     def needed(self) -> tuple[str, ...]:

@@ -477,10 +477,7 @@ def _check_agreement(
 
 
 def _build_row(
-    rows: Sequence[Sequence[int]],
-    positions: np.ndarray | None,
-    shape: tuple[int, int],
-    device: torch.device,
+    rows: Sequence[Sequence[int]], positions: np.ndarray | None, shape: tuple[int, int], device: torch.device
 ) -> PackedRow:
     """Build the row of these documents; the rest of each row is padding, whose positions restart."""
     lengths: list[int] = []

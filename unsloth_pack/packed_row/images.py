@@ -36,15 +36,10 @@ from unsloth_pack.packed_row.row import PackedRow, power_of_2, round_up
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of a row, in the order of their tokens.
+    """The images of a row, in the order of their tokens."""
 
-    Args:
-        places: `[V]` int64; the placeholder tokens.
-        sizes: `[images]` int64; the tokens of each image.
-    """
-
-    places: np.ndarray
-    sizes: np.ndarray
+    places: np.ndarray  # `[V]` int64; the placeholder tokens
+    sizes: np.ndarray  # `[images]` int64; the tokens of each image
 
     @classmethod
     def locate(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
@@ -134,19 +129,12 @@ def _refuse_other_count(places: np.ndarray, sizes: np.ndarray, hint: str = "") -
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """Queries and keys of the blocks of a row, for one kind of layer.
+    """Queries and keys of the blocks of a row, for one kind of layer."""
 
-    Args:
-        queries: a segment for each block.
-        keys: a segment for the keys of each block.
-        query_places: `[Q]` int64; where the queries stand in the row.
-        key_places: `[M]` int64; likewise for the keys.
-    """
-
-    queries: PackedRow
-    keys: PackedRow
-    query_places: Tensor
-    key_places: Tensor
+    queries: PackedRow  # a segment for each block
+    keys: PackedRow  # a segment for the keys of each block
+    query_places: Tensor  # `[Q]` int64; where the queries stand in the row
+    key_places: Tensor  # `[M]` int64; likewise for the keys
 
     @classmethod
     def from_row(cls, row: PackedRow, window: int | None) -> "BlockRows":
@@ -204,19 +192,12 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """The sizes of blocks, rounded up.
+    """The sizes of blocks, rounded up."""
 
-    Args:
-        blocks: in a row.
-        queries: tokens in blocks.
-        earlier: keys before their blocks, without a window.
-        longest: tokens of the longest block.
-    """
-
-    blocks: int
-    queries: int
-    earlier: int
-    longest: int
+    blocks: int  # in a row
+    queries: int  # tokens in blocks
+    earlier: int  # keys before their blocks, without a window
+    longest: int  # tokens of the longest block
 
     @classmethod
     def from_row(cls, row: PackedRow) -> "BlockForm":

@@ -178,17 +178,11 @@ class ContradictingLabels:
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Locates the documents of a padded batch, and holds the packed row that they form.
+    """Locates the documents of a padded batch, and holds the packed row that they form."""
 
-    Args:
-        row: `[1, N]`, one document for each row of the batch that has a token.
-        places: `[N]` int64 on the host; where each token of the row stands in the flattened batch.
-        shape: (B, T) of the batch.
-    """
-
-    row: PackedRow
-    places: np.ndarray
-    shape: tuple[int, int]
+    row: PackedRow  # `[1, N]`, one document for each row of the batch that has a token
+    places: np.ndarray  # `[N]` int64 on the host; where each token of the row stands in the flattened batch
+    shape: tuple[int, int]  # (B, T) of the batch
 
     @classmethod
     def of_mask(

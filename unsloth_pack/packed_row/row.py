@@ -25,28 +25,17 @@ _STACK_RATIO = 0.75
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One flattened row of N tokens cut into segments.
+    """One flattened row of N tokens cut into segments."""
 
-    Args:
-        lengths: tokens of every segment in order, all positive, summing to N.
-        is_padding: for every segment, whether it is padding rather than a document.
-        positions: `[N]` int64 on the host; the rotary position of every token.
-        shape: (B, T) of the rows before flattening.
-        device: where the tensors that describe the row live.
-        axes: `[3, N]` int64 on the host; positions in time, height and width, or None where tokens have one
-            axis.
-        visual: `[V]` int64 on the host; the tokens that stand for images, if any.
-        both_ways: adjacent `visual` tokens of a document see each other in both directions.
-    """
-
-    lengths: tuple[int, ...]
-    is_padding: tuple[bool, ...]
-    positions: np.ndarray
-    shape: tuple[int, int]
-    device: torch.device
+    lengths: tuple[int, ...]  # tokens of every segment in order, all positive, summing to N
+    is_padding: tuple[bool, ...]  # for every segment, whether it is padding rather than a document
+    positions: np.ndarray  # `[N]` int64 on the host; the rotary position of every token
+    shape: tuple[int, int]  # (B, T) of the rows before flattening
+    device: torch.device  # where the tensors that describe the row live
+    # `[3, N]` int64 on the host; positions in time, height and width, or None where tokens have one axis
     axes: np.ndarray | None = None
-    visual: np.ndarray | None = None
-    both_ways: bool = False
+    visual: np.ndarray | None = None  # `[V]` int64 on the host; the tokens that stand for images, if any
+    both_ways: bool = False  # adjacent `visual` tokens of a document see each other in both directions
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -19,27 +19,19 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The modules, before any class is swapped.
+    """The modules, before any class is swapped."""
 
-    Args:
-        mixers: each with its kind and how it computes, including copies for `modules_to_save`.
-        norms: those with a weight.
-        mlps: each with its layer's number, and its projections if it can be fused; including shared experts.
-        activations: those of MLPs without a gate that have a kernel.
-        experts: stacked experts, each with its layer's number, and its gate if it can be fused.
-        loras: LoRA layers on linear layers.
-        expert_loras: LoRA layers on stacked experts.
-        other_loras: those in 8 bits, or on other parameters.
-    """
-
+    # each with its kind and how it computes, including copies for `modules_to_save`
     mixers: list[tuple[Mixer, Any, Choice]]
-    norms: list[nn.Module]
+    norms: list[nn.Module]  # those with a weight
+    # each with its layer's number, and its projections if it can be fused; including shared experts
     mlps: list[tuple[int, Any, GatedProjections | None]]
-    activations: list[nn.Module]
+    activations: list[nn.Module]  # those of MLPs without a gate that have a kernel
+    # stacked experts, each with its layer's number, and its gate if it can be fused
     experts: list[tuple[int, Any, Gate | None]]
-    loras: list[Any]
-    expert_loras: list[Any]
-    other_loras: list[Any]
+    loras: list[Any]  # LoRA layers on linear layers
+    expert_loras: list[Any]  # LoRA layers on stacked experts
+    other_loras: list[Any]  # those in 8 bits, or on other parameters
 
     @classmethod
     def from_decoder(cls, decoder: Any, spec: ArchSpec, choices: Sequence[Choice]) -> "DecoderParts":

@@ -414,10 +414,7 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
 
 
 def _why_never_captured(
-    decoder: Any,
-    parts: DecoderParts,
-    tables: dict[str | None, RotaryTables],
-    choices: Sequence[Choice],
+    decoder: Any, parts: DecoderParts, tables: dict[str | None, RotaryTables], choices: Sequence[Choice]
 ) -> str | None:
     """Return why no step of the model can be replayed from CUDA graphs, or None."""
     if decoder.get_input_embeddings().weight.device.type != "cuda":

@@ -24,22 +24,14 @@ from unsloth_pack.patching.parts import DecoderParts
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Lists what was patched, what was not, and why. `print(report)` shows it as lines.
+    """Lists what was patched, what was not, and why. `print(report)` shows it as lines."""
 
-    Args:
-        model_type: the architecture.
-        n_layers: decoder layers.
-        attn_backend: the attention backend, "a and b" where layers differ.
-        attn_reason: why that backend.
-        fused: layer kind -> what runs fused.
-        not_fused: layer kind -> what runs as transformers wrote it, and why.
-    """
-
-    model_type: str
-    n_layers: int
-    attn_backend: str
-    attn_reason: str
-    fused: dict[str, str] = field(default_factory=dict)
+    model_type: str  # the architecture
+    n_layers: int  # decoder layers
+    attn_backend: str  # the attention backend, "a and b" where layers differ
+    attn_reason: str  # why that backend
+    fused: dict[str, str] = field(default_factory=dict)  # layer kind -> what runs fused
+    # layer kind -> what runs as transformers wrote it, and why
     not_fused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:

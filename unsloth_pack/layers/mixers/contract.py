@@ -13,19 +13,13 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class Request:
-    """Says where a mixer is to compute, and who asks for which attention backend.
-
-    Args:
-        backend: "auto" or a name.
-        source: who asks for it, for messages.
-        config: of the decoder.
-    """
+    """Says where a mixer is to compute, and who asks for which attention backend."""
 
     device_type: str
     dtype: torch.dtype
-    backend: str
-    source: str
-    config: PreTrainedConfig | None = None
+    backend: str  # "auto" or a name
+    source: str  # who asks for it, for messages
+    config: PreTrainedConfig | None = None  # of the decoder
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
@@ -37,20 +31,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Choice:
-    """Says how one layer computes.
+    """Says how one layer computes."""
 
-    Args:
-        name: of the backend, chosen for this `reason`.
-        why_not_captured: why no CUDA graph can hold it, or None.
-        room_is_free: it takes no longer over a row with room for more and longer documents.
-        remedy: how to make it much faster here, or None; logged as a warning.
-    """
-
-    name: str
+    name: str  # of the backend, chosen for this `reason`
     reason: str
-    why_not_captured: str | None
-    room_is_free: bool = False
-    remedy: str | None = None
+    why_not_captured: str | None  # why no CUDA graph can hold it, or None
+    room_is_free: bool = False  # it takes no longer over a row with room for more and longer documents
+    remedy: str | None = None  # how to make it much faster here, or None; logged as a warning
 
 
 class Mixer(Protocol):

@@ -101,20 +101,13 @@ class FastStateLayer(nn.Module):
 
 @dataclass(frozen=True)
 class StateMixer:
-    """A `Mixer` of layers that carry a state.
+    """A `Mixer` of layers that carry a state."""
 
-    Args:
-        kind: for the report.
-        boundaries: see `FastStateLayer`.
-        packages: the modules of the kernels that take boundaries, and what installs each.
-        known_names: parameters, submodules and attributes of transformers' modules, in any version.
-    """
-
-    kind: str
+    kind: str  # for the report
     attribute: str
-    boundaries: Boundaries
-    packages: Mapping[str, str]
-    known_names: str
+    boundaries: Boundaries  # see `FastStateLayer`
+    packages: Mapping[str, str]  # the modules of the kernels that take boundaries, and what installs each
+    known_names: str  # parameters, submodules and attributes of transformers' modules, in any version
     forward: type[FastStateLayer] = FastStateLayer
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:

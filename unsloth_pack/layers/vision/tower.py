@@ -149,15 +149,10 @@ _HOST_KEYWORDS = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
 
 @dataclass(frozen=True)
 class TowerRows:
-    """The segments within which a tower's layers attend.
+    """The segments within which a tower's layers attend."""
 
-    Args:
-        images: the frames of all images.
-        windows: the windows of all images; None where no layer has windows.
-    """
-
-    images: PackedRow
-    windows: PackedRow | None = None
+    images: PackedRow  # the frames of all images
+    windows: PackedRow | None = None  # the windows of all images; None where no layer has windows
 
     def select(self, cu_seqlens: Tensor) -> PackedRow:
         """Select the segments by the `cu_seqlens` of a layer."""

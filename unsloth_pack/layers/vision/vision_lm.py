@@ -29,32 +29,21 @@ PIXELS = "pixel_values"
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a call.
+    """The images of a call."""
 
-    Args:
-        pixels: `pixel_values`.
-        arguments: the call's other arguments about them; numbers of patches, pixels and images as lists.
-        is_dummy: it stands in for images that the row does not have.
-    """
-
-    pixels: Tensor
+    pixels: Tensor  # `pixel_values`
+    # the call's other arguments about them; numbers of patches, pixels and images as lists
     arguments: Mapping[str, Any]
-    is_dummy: bool = False
+    is_dummy: bool = False  # it stands in for images that the row does not have
 
 
 @dataclass(frozen=True)
 class Features:
-    """The output of a tower and its aligner for the images of a call.
+    """The output of a tower and its aligner for the images of a call."""
 
-    Args:
-        by_token: `[V, C]`, a row for each placeholder token.
-        sizes: `[images or tiles]` int64, how many tokens each has.
-        by_layer: `[V, C]` each, for the first layers of the text model.
-    """
-
-    by_token: Tensor
-    sizes: np.ndarray
-    by_layer: list[Tensor]
+    by_token: Tensor  # `[V, C]`, a row for each placeholder token
+    sizes: np.ndarray  # `[images or tiles]` int64, how many tokens each has
+    by_layer: list[Tensor]  # `[V, C]` each, for the first layers of the text model
 
     def empty(self) -> "Features":
         """Drop all rows; a backward pass still runs through the tower, with zeros."""
