@@ -152,7 +152,7 @@ def test_autocast(arch):
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite"])
 def test_the_logits_of_all_tokens_never_exist(arch, monkeypatch):
-    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 8), ("_STEP", 8)):
+    for name, value in (("_CHUNK_BYTES", 0), ("_MIN_ROWS", 8), ("_STEP", 8)):
         monkeypatch.setattr(chunked_head, name, value)
     V = 5000
     inputs = batch(vocab_size=V)

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 
 from unsloth_pack.kernels import launch
 from unsloth_pack.kernels import launch as side_by_side
-from unsloth_pack.kernels.launch import compiled_side_by_side
+from unsloth_pack.kernels.launch import compile_in_parallel
 from unsloth_pack.layers import kernel_warmup
 from unsloth_pack.layers.kernel_warmup import find_layer_kinds
 
@@ -129,7 +129,7 @@ def test_what_fails_in_the_rehearsal_is_left_to_the_step(passes, monkeypatch, ca
     assert loss.isfinite()
     assert "not compiled side by side: no memory" in caplog.text
     assert torch.is_grad_enabled()
-    assert side_by_side.wanted_instead() is None
+    assert side_by_side.get_compile_queue() is None
 
 
 @pytest.mark.parametrize("where", ["evaluation", "no gradients", "anomalies are looked for"])
@@ -171,8 +171,8 @@ def test_kernels_are_compiled_at_the_same_time_once_for_each_form(no_device):
     barrier = threading.Barrier(3)  # breaks unless three compile at once
     one, other = _Kernel(barrier), _Kernel(barrier)
     x = torch.zeros(8)
-    with compiled_side_by_side(torch.device("cpu")):
-        wanted = side_by_side.wanted_instead()
+    with compile_in_parallel(torch.device("cpu")):
+        wanted = side_by_side.get_compile_queue()
         for _ in range(3):
             wanted.add(one, (x, 5), {"BLOCK": 16})
             wanted.add(one, (x.half(), 5), {"BLOCK": 16})
@@ -199,9 +199,9 @@ def test_a_kernel_that_waits_to_be_compiled_keeps_no_memory_of_the_step(no_devic
     whole = weakref.ref(memory.untyped_storage())
     views = [memory, memory[1:].view(63, 65), memory.view(torch.bfloat16)[3::2], memory.view(torch.uint8)[5:]]
     forms = [(x.dtype, x.data_ptr() % 16) for x in views]
-    with compiled_side_by_side(torch.device("cpu")):
+    with compile_in_parallel(torch.device("cpu")):
         x, y, z, w = views
-        side_by_side.wanted_instead().add(Waiting(None), (x, (y, 7), None), {"z": z, "w": w, "BLOCK": 16})
+        side_by_side.get_compile_queue().add(Waiting(None), (x, (y, 7), None), {"z": z, "w": w, "BLOCK": 16})
         del memory, views, x, y, z, w
         gc.collect()
         assert whole() is None
@@ -216,8 +216,8 @@ def test_a_kernel_that_does_not_compile_stops_nothing(no_device):
         def warmup(self, *args, grid, **options):
             raise RuntimeError("does not compile")
 
-    with compiled_side_by_side(torch.device("cpu")):
-        side_by_side.wanted_instead().add(Broken(None), (), {})
+    with compile_in_parallel(torch.device("cpu")):
+        side_by_side.get_compile_queue().add(Broken(None), (), {})
 
 
 def test_kernels_of_this_package_are_not_launched_meanwhile_and_in_other_threads_they_are(monkeypatch):
@@ -231,8 +231,8 @@ def test_kernels_of_this_package_are_not_launched_meanwhile_and_in_other_threads
         triton.JITFunction, "run", lambda self, *args, grid, warmup, **options: launched.append(args)
     )
     kernel = launch.Kernel(nothing_kernel)
-    with compiled_side_by_side(torch.device("cpu")):
-        monkeypatch.setattr(side_by_side.wanted_instead(), "add", lambda *given: asked.append(given))
+    with compile_in_parallel(torch.device("cpu")):
+        monkeypatch.setattr(side_by_side.get_compile_queue(), "add", lambda *given: asked.append(given))
         kernel[(1,)](1, num_warps=2)
         other = threading.Thread(target=lambda: kernel[(1,)](2))
         other.start()

@@ -50,5 +50,5 @@ def small_chunks(monkeypatch):
     """Chunks of 4 rows of logits, whatever the vocabulary."""
     from unsloth_pack.kernels import head
 
-    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
+    for name, value in (("_CHUNK_BYTES", 0), ("_MIN_ROWS", 4), ("_STEP", 4)):
         monkeypatch.setattr(head, name, value)

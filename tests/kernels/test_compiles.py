@@ -184,9 +184,9 @@ for dtype, rank in itertools.product([torch.bfloat16, torch.float32], map(int, s
     like = torch.empty(2**14, 2**13, dtype=dtype, device="meta")
     pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     for kernel, parts in cases(like, rank):
-        blocks = host._Blocks.of(like, len(parts), list(parts.values()))
+        blocks = host._Blocks.choose(like, len(parts), list(parts.values()))
         may_sum = pointer == "*bf16" and len(parts) == 3
-        sums = may_sum and 0 < max(part.rank for part in parts.values()) <= host._MOST_SUMMED_RANKS
+        sums = may_sum and 0 < max(part.rank for part in parts.values()) <= host._MAX_SUMMED_RANK
         blocks = blocks.summing(like) if sums else blocks
         constants = {name.upper(): value for name, value in blocks._asdict().items()}
         for name, part in parts.items():
@@ -247,7 +247,7 @@ NUMBERS = {"eps": "fp32", "offset": "fp32", "R": "i32", "steps": "i32"}
 
 
 def compile(kernel, C, none):
-    BLOCK_R, BLOCK_C, warps = norm._blocks(C, 2)
+    BLOCK_R, BLOCK_C, warps = norm._choose_blocks(C, 2)
     constants = {"C": C, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C} | dict.fromkeys(none)
     types = NUMBERS | {name: "i32" for name in kernel.arg_names if name.endswith("_sr")}
     types |= {"partial": "*fp32"} | dict.fromkeys(constants, "constexpr")

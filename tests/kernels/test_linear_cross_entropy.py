@@ -151,14 +151,14 @@ def test_chunks_of_any_number(rows, path, small_chunks):
 def test_chunks_are_even_and_within_the_budget():
     like = torch.empty(0, dtype=BF16)
     for V in (1, 1000, 32000, 128256, 262144):
-        most = head.most_rows(V, like)
+        most = head.max_chunk_rows(V, like)
         assert most == 128 or most * V * 2 <= 2**28
         for N in (0, 1, 127, 128, most, most + 1, 5 * most - 3):
-            chunks = list(head.even_chunks(N, most))
+            chunks = list(head.split_evenly(N, most))
             assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), N]
             assert all(c.stop - c.start <= most for c in chunks)
             assert len(chunks) == -(-N // most)
-    assert list(head.even_chunks(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
+    assert list(head.split_evenly(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -458,7 +458,7 @@ def test_one_weight_trained():
 def test_weight_gradients_of_many_blocks_are_exact_and_repeat(norm, monkeypatch):
     monkeypatch.setattr(rope, "_WEIGHT_GRAD_PROGRAMS", 3)
     inputs = make(10, 8, 4, 128, norm=norm)
-    assert 10 // rope._blocks(8, 4, 128, 3)["BLOCK_T"] > 3  # so that a program takes several blocks
+    assert 10 // rope._choose_blocks(8, 4, 128, 3)["BLOCK_T"] > 3  # so that a program takes several blocks
     assert_no_worse_than_plain(inputs)
     first, second = run(rope_qk, inputs), run(rope_qk, inputs)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

@@ -201,7 +201,7 @@ def test_a_group_in_parts(enough_for, dtype, small_tiles, monkeypatch):
     enough, members = enough_for
     monkeypatch.setattr(host, "_ENOUGH_PROGRAMS", enough)
     inputs = make((5, 20, 0, 7), 12, 2, dtype=dtype, window=9, softcap=2.0)
-    assert host._members(inputs.q, inputs.k, SMALL.kv_gradient) == members
+    assert host._count_members(inputs.q, inputs.k, SMALL.kv_gradient) == members
     assert_no_worse_than_eager(inputs)
 
 

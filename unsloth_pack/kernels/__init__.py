@@ -1,9 +1,8 @@
 """Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-All have autograd except `dropout` and those of `gated_lora`, fp8, four bits and routed experts, which are
-called inside autograd nodes.
-CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's interpreter
-when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
+All have autograd except `dropout`, `gated_lora`, fp8, four bits and routed experts: autograd nodes call them.
+CUDA tensors run on Triton or torch's GEMMs. CPU tensors run on the oracle, or on Triton's interpreter if
+TRITON_INTERPRET=1 is set before the first import. Triton is optional.
 """
 
 from unsloth_pack.kernels.attention import varlen_attention

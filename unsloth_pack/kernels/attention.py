@@ -1,22 +1,29 @@
 """Causal attention over a packed row in three Triton kernels, with softcap and sliding window.
 
-N tokens in segments, H query heads, K key heads (K divides H), D head dim. For each query, over the keys of
-its own segment that it sees:
+N tokens in segments, H query heads, K key heads (K divides H), D head dim. For each query, over the keys that
+it sees in its own segment:
 
     z = softcap * tanh(scale * q·k / softcap), or scale * q·k without one     p = softmax(z)     out = Σ p v
 
     g_z = p (g_out·v - out·g_out)     g(q·k) = scale * (1 - (z / softcap)²) g_z     gv = Σ p g_out
 
-A sink is one more logit of every query of a head. It has no value, so the weights of the others sum to less
-than 1. Once the forward pass has added it to the sum of exponentials, all of the above holds. Its own
-gradient is -Σ p out·g_out over the queries of its head, p being the sink's own weight.
+A sink is one more logit of every query of a head, without a value: the other weights then sum to less than 1.
+Its gradient is -Σ p out·g_out over the queries of its head, where p is the sink's own weight.
 
-The forward pass keeps what turns z into p. The backward pass computes p again from it: once for the gradient
-of q, a sum over keys, and once for those of k and v, sums over queries. Where there are few tiles of keys,
-the heads of a group are shared out among several programs, and their sums are added afterwards. No sum
-depends on the order in which programs run, so the same inputs give the same bits.
+The forward pass saves the normalizer of p. The backward pass computes p again, once for the gradient of q and
+once for those of k and v. With few tiles of keys, several programs share the heads of a group, and their sums
+are added afterwards. No sum depends on the order of programs: the same inputs give the same bits.
+The host never reads `cu_seqlens` and the grids depend on shapes only, so CUDA graphs can capture the kernels.
 
-The host reads nothing of `cu_seqlens`, and the grids depend on shapes only: CUDA graphs can hold the kernels.
+In the kernels, G query heads share a key head (a group). A program owns one key head and a tile of one
+segment. A tile of queries has BLOCK_Q rows (Q): G heads for each of its TOKENS = BLOCK_Q // G tokens. A tile
+of keys has BLOCK_J rows (J). So the heads of a group share the keys that a program loads. Loops skip tiles
+that are fully masked. They mask every other tile: with a second, unmasked loop ptxas serialises the matrix
+products (triton 3.6, sm_90). Logits are in units of ln 2, for `exp2`.
+
+In 16 bits the weights of a query are exp2(z - shift), with its log-sum-exp as shift. In float32 they are
+norm * exp2(z - shift), with its greatest logit as shift and 1 / the sum of exponentials as norm: a rounding
+error of the log-sum-exp would be in all weights of a query and add up in sums over queries.
 """
 
 from __future__ import annotations
@@ -34,25 +41,6 @@ from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.head import logit_and_slope
 from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, triton
 
-# The Triton kernels of `varlen_attention`: what one program computes.
-#
-# K key heads, G query heads for each of them (a group), D head dim. A program owns one key head and a tile
-# of
-# one segment: a run of tokens, counted from the segment's first. A tile of queries has BLOCK_Q of them (Q),
-# G
-# for each of its TOKENS = BLOCK_Q // G tokens; a tile of keys has BLOCK_J (J). So the heads of a group share
-# the keys that a program reads, and the sum of their gradients is one loop in one order.
-#
-# A loop over tiles passes over the tiles of which nothing is seen. Nothing of another segment is read. One
-# loop
-# masks every tile: of a second one, without masks, ptxas serialises the matrix products (triton 3.6, sm_90).
-#
-# Logits are in units of ln 2, so that `exp2` is the exponential.
-#
-# The weights of a query are exp2(z - shift), where shift is its log-sum-exp. In float32 they are
-# norm * exp2(z - shift), where shift is its greatest logit and norm 1 by the sum of the exponentials: what a
-# rounded log-sum-exp is off by, all weights of the query are off by, and it adds up in sums over queries.
-
 # One compilation serves all rows and windows
 _jit = jit(do_not_specialize=["n_segments", "window", "part_elements"])
 
@@ -64,10 +52,10 @@ def forward_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, K * G, D]`, and shift and norm `[N, K * G]` of every query. norm is None but in float32.
+    """Write out `[N, K * G, D]`, and shift and norm `[N, K * G]` of every query. norm: only in float32.
 
-    sinks: `[K * G]`, one more logit of every query, without a value; or None.
-    Grid: tiles of queries, each for every key head. The last tiles, which see most keys, come first.
+    sinks: `[K * G]` or None.
+    Grid: tiles of queries times key heads. The last tiles see most keys and come first.
     """
     head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
     start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
@@ -123,10 +111,7 @@ def q_gradient_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """gq `[N, K * G, D]`, and delta `[N, K * G]`: out · g_out of every query.
-
-    Grid: as of `forward_kernel`.
-    """
+    """Write gq `[N, K * G, D]` and delta `[N, K * G]` = out · g_out. Grid: as `forward_kernel`."""
     head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
     start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
     if first >= length:
@@ -168,11 +153,11 @@ def kv_gradient_kernel(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """gk, gv `[G // MEMBERS, N, K, D]`, of delta from `q_gradient_kernel`: parts of the gradients, which are
-    their sum over the first axis. Each is of so many members of a group. Either may be None: not wanted.
+    """Write gk, gv `[G // MEMBERS, N, K, D]`: parts of the gradients, to be summed over the first axis.
 
-    Grid: tiles of keys, each for every key head; parts. The first tiles of a segment, which most queries see,
-    come first.
+    Each part sums over MEMBERS heads of a group. gk or gv may be None. delta comes from `q_gradient_kernel`.
+    Grid: tiles of keys times key heads; parts. Most queries see the first tiles of a segment: they come
+        first.
     """
     head, tile, part = tl.program_id(0) % K, tl.program_id(0) // K, tl.program_id(1)
     first_head = head * G + part * MEMBERS
@@ -218,23 +203,22 @@ def kv_gradient_kernel(
 
 @_jit
 def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
-    """The segment in which a tile of so many tokens lies.
+    """Find the segment of a tile.
 
-    Segment s has the tiles from `cu_seqlens[s] // TOKENS + s` on. That leaves room for all of them, whatever
-    the lengths, so the number of tiles depends on no length. A few of them are empty.
-
-    All bounds are looked at, many at a time: a search by halves would wait for one load after the other.
+    Segment s owns the tiles from `cu_seqlens[s] // TOKENS + s` on: enough for any length, so the number of
+    tiles depends on no length, and a few are empty. All bounds are compared, many at a time: a binary search
+    would wait for one load after the other.
 
     Returns:
-        The segment's first token as int64, its tokens, and the tile's first token in it, which is past the
-        last one where the tile is empty.
+        The segment's first token as int64, its length, and the tile's first token in it; past the last one if
+        the tile is empty.
     """
-    LOOKED_AT: tl.constexpr = 256
+    BOUNDS: tl.constexpr = 256
     segment = tile * 0 - 1
     start = tile * 0
     end = start + 2147483647
-    for first in range(0, n_segments + 1, LOOKED_AT):
-        s = first + tl.arange(0, LOOKED_AT)
+    for first in range(0, n_segments + 1, BOUNDS):
+        s = first + tl.arange(0, BOUNDS)
         bound = tl.load(cu_seqlens + s, mask=s <= n_segments, other=2147483647)
         starts_by = (bound // TOKENS + s <= tile) & (s < n_segments)
         segment += tl.sum(starts_by.to(tl.int32), 0)
@@ -245,8 +229,7 @@ def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
 
 @_jit
 def _queries(n_tokens, G: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The token (of the tile) and the member (of the group) of every query of a tile, and whether there is
-    such a query, where the segment has `n_tokens` from the tile's first on."""
+    """Return each query's token in the tile, its head in the group, and whether it is among `n_tokens`."""
     query_Q = tl.arange(0, BLOCK_Q)
     token_Q, member_Q = query_Q // G, query_Q % G
     is_query_Q = token_Q < n_tokens
@@ -259,7 +242,7 @@ def _queries(n_tokens, G: tl.constexpr, BLOCK_Q: tl.constexpr):
 def _keys_of_queries(
     first, length, window, WINDOWED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_J: tl.constexpr
 ):
-    """begin, end: all keys that the tile's queries see lie in [begin, end)."""
+    """Return begin and end of the keys that the tile's queries see."""
     begin = first * 0
     if WINDOWED:
         begin = tl.maximum(first - window + 1, 0) // BLOCK_J * BLOCK_J
@@ -277,7 +260,7 @@ def _shift_and_norm(shift, norm, place_Q, is_query_Q):
 
 @_jit
 def _hide(x, hidden, token, key, window, WINDOWED: tl.constexpr):
-    """x, and `hidden` where the token does not see the key."""
+    """Replace x by `hidden` where the token does not see the key."""
     x = tl.where(key <= token, x, hidden)
     if WINDOWED:
         x = tl.where(token < key + window, x, hidden)
@@ -286,7 +269,7 @@ def _hide(x, hidden, token, key, window, WINDOWED: tl.constexpr):
 
 @_jit
 def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.constexpr):
-    """The logits of q · k in units of ln 2, and their slope: 1 - tanh(u)² of softcap * tanh(u)."""
+    """Return the logits of q · k in units of ln 2, and their slope: 1 - tanh(u)² of softcap * tanh(u)."""
     log2_e: tl.constexpr = 1.4426950408889634
     if not CAPPED:
         return product * (scale * log2_e), 1.0
@@ -300,20 +283,20 @@ def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.co
 
 @_jit
 def _dot(x, y, total=None):
-    """total + x y; of float32 in three products of TF32, which keep 22 bits of each number."""
+    """Compute total + x y; in float32 by three products of TF32, which keep 22 bits of each number."""
     return tl.dot(x, y, total, input_precision="tf32x3")
 
 
 @_jit
 def _load_run(x, first, n_rows, stride, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[BLOCK_J, BLOCK_D]`: the rows from `first` on, an int64; 0 past `n_rows` of them."""
+    """Load `[BLOCK_J, BLOCK_D]`: the rows from `first` (int64) on; 0 past `n_rows` of them."""
     row_J = tl.arange(0, BLOCK_J)
     return _load(x + first * stride, row_J * stride, row_J < n_rows, D, BLOCK_D)
 
 
 @_jit
 def _load(x, where_R, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The rows at `where_R` as `[R, BLOCK_D]`; 0 past D and where there is no row."""
+    """Load the rows at `where_R` as `[R, BLOCK_D]`; 0 past D and where there is no row."""
     dim_D = tl.arange(0, BLOCK_D)
     mask_RD = is_row_R[:, None] & (dim_D < D)[None, :]
     return tl.load(x + where_R[:, None] + dim_D[None, :], mask=mask_RD, other=0.0)
@@ -328,12 +311,12 @@ def _store(x, where_R, x_RD, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 MAX_HEAD_DIM = 256
 _ENOUGH_PROGRAMS = 256  # two for each multiprocessor of an H100 or H200
-_FARTHEST = 2**23  # elements between neighbours, so that a tile's offsets fit into 32 bits
+_MAX_STRIDE = 2**23  # elements, so that a tile's offsets fit into 32 bits
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys that a program holds at a time, its warps, and the tiles that it loads ahead."""
+    """The size of a program: queries and keys at a time, warps, and tiles to load ahead."""
 
     queries: int
     keys: int
@@ -343,8 +326,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of each kernel. With `v_gradient` the gradients of k and v are launches of their own: one
-    program has no registers for both."""
+    """The tiles of each kernel. With `v_gradient`, k and v have a launch each: registers do not hold both."""
 
     forward: Tile
     q_gradient: Tile
@@ -352,13 +334,11 @@ class Tiles:
     v_gradient: Tile | None = None
 
 
-# By bytes of an element and padded head dim (the least is 64), and by the KiB of shared memory that a program
-# needs at most. In 16 bits none spills registers to memory, the larger on sm_90 and the smaller on sm_80
-# (triton 3.6). In float32 some do: three products of TF32 need more.
+# By (bytes of an element, padded head dim from 64 on), then by the KiB of shared memory that a program needs.
+# In 16 bits none spills registers, the larger on sm_90 and the smaller on sm_80 (triton 3.6). In float32 some
+# do: three products of TF32 need more.
 TILES = {
-    (2, 64): {
-        96: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    },
+    (2, 64): {96: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))},
     (2, 128): {
         193: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
         96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -384,18 +364,18 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which a token sees itself and the tokens before it in its segment.
+    """Attend causally within each segment.
 
     Args:
         q: `[N, H, D]`, any strides, D up to 256. bfloat16, float16 or float32; float64 takes the reference
             path.
         k, v: `[N, K, D]`; K divides H, and query head h reads key head h // (H / K).
-        cu_seqlens: `[segments + 1]` int32, from 0 to N, not descending; segments may be empty. Not checked,
-            which would synchronise the device.
+        cu_seqlens: `[segments + 1]` int32, from 0 to N, not descending; segments may be empty. Not checked:
+            a check would synchronise the device.
         scale: factor on q · k, before the softcap.
-        window: how many keys a query sees, its own included; None for all up to its own.
+        window: number of keys that a query sees, its own included; None for all up to its own.
         softcap: logits become softcap * tanh(logits / softcap).
-        sinks: `[H]`, any float dtype: one more logit of every query of a head, without a value or a softcap.
+        sinks: `[H]`, any float dtype: one more logit of every query of a head, without value or softcap.
 
     Returns:
         `[N, H, D]`, contiguous, in q's dtype; computed in float32 and rounded once.
@@ -417,7 +397,7 @@ def varlen_attention(
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, sinks, options):
-        q, k, v = _laid_out(q), _laid_out(k), _laid_out(v)
+        q, k, v = _as_readable(q), _as_readable(k), _as_readable(v)
         out, shift, norm = _forward(q, k, v, cu_seqlens, sinks, options)
         ctx.save_for_backward(q, k, v, out, shift, norm, cu_seqlens, sinks)
         ctx.options = options
@@ -427,18 +407,17 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out):
         *saved, sinks = ctx.saved_tensors
-        gq, gk, gv, delta = _backward(saved, _laid_out(g_out), ctx.options)
+        gq, gk, gv, delta = _backward(saved, _as_readable(g_out), ctx.options)
         g_sinks = None
         if ctx.needs_input_grad[4]:
-            _, _, _, _, shift, norm, _ = saved
-            g_sinks = _sinks_gradient(sinks, shift, norm, delta)
+            g_sinks = _sinks_gradient(sinks, saved[4], saved[5], delta)
         return gq, gk, gv, None, g_sinks, None
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output, and shift and norm `[N, H]`, of which norm is None but in float32."""
+    """Return the output, and shift and norm `[N, H]`; norm is None except in float32."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
@@ -450,11 +429,11 @@ def _forward(
 
 
 def _backward(saved: Sequence[Any], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, given what `forward` saved; and out · g_out of every query, `[N, H]`."""
+    """Return the gradients of q, k and v, and out · g_out of every query, `[N, H]`."""
     q, k, v, out, shift, norm, cu_seqlens = saved
     gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
     tiles, strided = _tiles(q), (q, k, v, g_out)
-    members = _members(q, k, tiles.kv_gradient)
+    members = _count_members(q, k, tiles.kv_gradient)
     parts = q.shape[1] // k.shape[1] // members
     wide = q.dtype if parts == 1 else torch.float32
     gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
@@ -467,23 +446,24 @@ def _backward(saved: Sequence[Any], g_out: Tensor, options) -> tuple[Tensor, Ten
             launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
         for tile, into_gk, into_gv in launches:
             arguments = (q, k, v, shift, norm, g_out, delta, into_gk, into_gv, k.numel())
-            kernel = kv_gradient_kernel
-            _launch(kernel, tile, False, arguments, strided, cu_seqlens, options, members=members)
+            _launch(kv_gradient_kernel, tile, False, arguments, strided, cu_seqlens, options, members)
     gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
     return gq, gk, gv, delta
 
 
 def _sinks_gradient(sinks: Tensor, shift: Tensor, norm: Tensor | None, delta: Tensor) -> Tensor:
-    """`[H]`; shift is in units of ln 2."""
+    """Return the gradient of sinks, `[H]`; shift is in units of ln 2."""
     weight = torch.exp2(sinks.float() / math.log(2) - shift)
     if norm is not None:
         weight = weight * norm
     return -(weight * delta).sum(0).to(sinks.dtype)
 
 
-def _members(q: Tensor, k: Tensor, tile: Tile) -> int:
-    """How many query heads of a group a program sums over, for the gradients of k and v: as many as leave
-    enough programs to keep a device busy. It depends on shapes only."""
+def _count_members(q: Tensor, k: Tensor, tile: Tile) -> int:
+    """Count the query heads that a program sums over for the gradients of k and v.
+
+    As many as leave enough programs to keep a device busy. It depends on shapes only.
+    """
     (N, K, _), G = k.shape, q.shape[1] // k.shape[1]
     programs = max(1, N // tile.keys) * K
     fitting = [members for members in range(G, 0, -1) if G % members == 0]
@@ -503,17 +483,17 @@ def _launch(
     """Run one kernel over all tiles of queries, or of keys.
 
     Args:
-        tensors: its first arguments.
-        strided: those whose strides of token and head it takes.
-        members: query heads of a group that a program holds, where they are not all of them.
+        tensors: the kernel's first arguments.
+        strided: tensors whose strides of token and head it takes.
+        members: query heads of a group that one program holds; None for all.
     """
     (N, H, D), K = strided[0].shape, strided[1].shape[1]
     scale, window, softcap = options
-    held = members or H // K
-    queries = max(tile.queries, triton.next_power_of_2(held))
+    heads = members or H // K
+    queries = max(tile.queries, triton.next_power_of_2(heads))
     n_segments = len(cu_seqlens) - 1
-    n_tiles = N // (queries // held if by_queries else tile.keys) + n_segments
-    kernel[(K * n_tiles, H // K // held)](
+    n_tiles = N // (queries // heads if by_queries else tile.keys) + n_segments
+    kernel[(K * n_tiles, H // K // heads)](
         *tensors, cu_seqlens, n_segments, scale, softcap or 1.0, window or N,
         *(stride for x in strided for stride in x.stride()[:2]),
         K=K, G=H // K, D=D, CAPPED=softcap is not None, WINDOWED=window is not None and window < N,
@@ -523,17 +503,17 @@ def _launch(
 
 
 def _tiles(q: Tensor) -> Tiles:
-    """The greatest tiles that the shared memory of q's device holds."""
+    """Choose the largest tiles that fit into the shared memory of q's device."""
     by_memory = TILES[q.element_size(), max(64, _padded(q.shape[-1]))]
     if not q.is_cuda:
         return next(iter(by_memory.values()))
-    held = _shared_memory(q.get_device())
-    return next((tiles for needed, tiles in by_memory.items() if needed <= held), [*by_memory.values()][-1])
+    memory = _get_shared_memory(q.get_device())
+    return next((tiles for needed, tiles in by_memory.items() if needed <= memory), [*by_memory.values()][-1])
 
 
 @functools.cache
-def _shared_memory(device: int) -> int:
-    """The KiB of shared memory that a program may have."""
+def _get_shared_memory(device: int) -> int:
+    """Return the KiB of shared memory that a program may use."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"] // 1024
 
 
@@ -541,9 +521,9 @@ def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """x, or a copy where a kernel cannot read it as it lies in memory."""
-    return x if x.stride(-1) == 1 and max(x.stride()) < _FARTHEST else x.contiguous()
+def _as_readable(x: Tensor) -> Tensor:
+    """Return x, or a copy if a kernel cannot read it in place."""
+    return x if x.stride(-1) == 1 and max(x.stride()) < _MAX_STRIDE else x.contiguous()
 
 
 def _check(
@@ -556,7 +536,7 @@ def _check(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    """Raise ValueError unless shapes, dtypes and devices fit together."""
     shapes = f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]}"
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape:
         raise ValueError(f"{shapes}: pass [N, H, D] and twice [N, K, D]")

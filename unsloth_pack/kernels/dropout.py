@@ -1,8 +1,8 @@
-"""Dropout whose mask is never stored: it is drawn again from its seed, forward and backward.
+"""Dropout without a stored mask: forward and backward draw it from its seed.
 
-With Q = ⌈C / 8⌉ for C columns, Philox turns the counter (c mod Q, n) and the seed into eight numbers of 16
-bits. Element (n, c) takes number c // Q of them, and is kept where that is at least p · 2¹⁶. So one counter
-serves eight elements of a row, in eight contiguous runs of Q columns, and rows may be computed in tiles.
+With Q = ⌈C / 8⌉ for C columns, Philox turns the counter (c mod Q, n) and the seed into eight 16-bit numbers.
+Element (n, c) takes number c // Q and stays where that is at least p · 2¹⁶. So one counter serves eight
+elements of a row, in eight contiguous runs of Q columns, and rows may be computed in tiles.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.launch import as_rows, jit, takes_fused_path, tl, triton
 
-_MOST_COUNTERS = 1024  # that a program takes
+_MAX_COUNTERS = 1024  # of a program
 _PER_THREAD = 8  # counters: a 16-byte load of bf16 in each run
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
-    """x / (1 - p) where an element is kept, with p as rounded, else 0. Without autograd.
+    """Drop elements with probability p and scale the others by 1 / (1 - p). Without autograd.
 
     Args:
         x: `[N, C]`, bfloat16, float16 or float32; float64 takes the reference path.
-        seed: one int64 on x's device; the host does not wait for it. The same seed keeps the same elements.
-        p: probability that an element is dropped, in [0, 1]; rounded to a multiple of 2⁻¹⁶.
-        first_row: the mask's row for the first row of x, where x is a tile of a longer input.
+        seed: one int64 on x's device; the host does not wait for it. The same seed drops the same elements.
+        p: in [0, 1]; rounded to a multiple of 2⁻¹⁶.
+        first_row: the mask's row for the first row of x, if x is a tile of a longer input.
         add_to: `[N, C]`, contiguous, of x's dtype: the result is added to it in place.
 
     Returns:
@@ -43,13 +43,13 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
     rows, stride = as_rows(x)
     out = x.new_empty(x.shape) if add_to is None else add_to
     run = -(-n_columns // 8)
-    block = min(triton.next_power_of_2(run), _MOST_COUNTERS)
+    block = min(triton.next_power_of_2(run), _MAX_COUNTERS)
     with torch.cuda.device_of(x):
         _dropout_kernel[(n_rows * triton.cdiv(run, block),)](
             rows, seed, add_to, out, n_columns, run, stride, first_row,
             reference.dropout_threshold(p), reference.dropout_scale(p), block,
             num_warps=max(1, block // (32 * _PER_THREAD)),
-            enable_fp_fusion=False,  # the oracle's bits: it rounds what is kept before it adds
+            enable_fp_fusion=False,  # the oracle rounds the scaled element before it adds
         )  # fmt: skip
     return out
 
@@ -69,7 +69,7 @@ def _check(x: Tensor, seed: Tensor, p: float, add_to: Tensor | None) -> None:
 
 @jit(do_not_specialize=["first_row"])
 def _dropout_kernel(x, seed, add_to, out, C, RUN, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr):
-    """out `[N, C]`: x where it is kept, times scale, plus add_to where not None.
+    """Write out `[N, C]`: the dropout of x, plus add_to unless None.
 
     Grid: for each row in turn, the blocks of BLOCK of its RUN = ⌈C / 8⌉ counters.
     """

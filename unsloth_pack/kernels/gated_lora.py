@@ -1,15 +1,14 @@
-"""The product in a gated MLP of LoRA layers, with the adapters' part added as its tiles are read.
+"""The product of a gated MLP of LoRA layers. The low-rank parts are added to tiles in registers.
 
     product = act(gate + s_g L_g R_gᵀ) * (up + s_u L_u R_uᵀ)
 
-A GEMM that adds the adapter's part to `gate` would read and write all of it once more. A kernel that reads
-`gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices. So the
-sums need not be stored: the backward kernel makes them again, and likewise adds the adapter's part of down to
-the gradient that it reads. Of small ranks it also sums, while it has them, the products with the narrow
-matrices that the gradients of the factors are. Only of large ranks is reading the sums quicker.
+A GEMM that adds the low-rank part to `gate` would read and write all of `gate` once more. This kernel reads
+only the two narrow factors. The sums need not be stored: the backward kernel computes them again, and adds
+down's low-rank part to the incoming gradient likewise. For small ranks it also sums the products with the
+left factors, which the factors' gradients need. For large ranks, storing the sums is faster.
 
-N rows of F features, r of a part's rank, in tiles of `[ROWS, COLUMNS]`. A program goes down TILES of them and
-loads the next ones while it computes, so that both kernels run at the speed of the device's memory.
+N rows of F features, rank r, in tiles of `[ROWS, COLUMNS]`. A program walks down TILES of them and loads the
+next ones while it computes, so that both kernels run at the speed of the device's memory.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from unsloth_pack.kernels.launch import as_rows, floor_power_of_2, jit, multiply
 from unsloth_pack.kernels.mlp import check_gated, check_written, product_and_gradients
 from unsloth_pack.kernels.reference import LowRank
 
-_MOST_RANKS = 64  # of a part that are multiplied at a time
-_MOST_SUMMED_RANKS = 32  # of a part whose products a program sums in registers
-_LEAST_PROGRAMS = 1000  # that a GPU is kept busy with
+_MAX_RANKS = 64  # multiplied at a time
+_MAX_SUMMED_RANK = 32  # of a part whose products a program sums in registers
+_MIN_PROGRAMS = 1000  # to keep a GPU busy
 _WARPS = 4
-_MOST_LOADED_AHEAD = 92 * 2**10  # bytes: an Ada GPU has 99 KiB of shared memory for a program
+_MAX_PREFETCH = 92 * 2**10  # bytes: an Ada GPU has 99 KiB of shared memory for a program
 
 
 class _Part(NamedTuple):
-    """A `LowRank` as the kernels take it."""
+    """Hold a `LowRank` as the kernels take it."""
 
     left: Tensor
     right: Tensor
@@ -44,8 +43,7 @@ class _Part(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """A tile, how many of them a program has, how many it loads ahead, and the ranks that are multiplied at a
-    time: what ran fastest on an H200."""
+    """A tile's shape, tiles of a program, loads ahead, and ranks multiplied at a time."""
 
     rows: int
     columns: int
@@ -54,19 +52,20 @@ class _Blocks(NamedTuple):
     ranks: int
 
     @classmethod
-    def of(cls, x: Tensor, n_tensors: int, parts: list[_Part]) -> _Blocks:
-        """For so many tensors like x that are read, and the parts that are added to them."""
-        ranks_of = [part.rank for part in parts if part.rank] or [1]
-        most = max(ranks_of)
-        ranks = min(_MOST_RANKS, max(16, triton.next_power_of_2(most)))  # `tl.dot` takes 16 and more
-        rows, columns = (16 if ranks <= 32 or len(ranks_of) == 3 else 32), 64
-        of_parts = sum(triton.cdiv(rank, ranks) for rank in ranks_of) * ranks * (rows + columns)
-        stage = x.element_size() * (n_tensors * rows * columns + of_parts)  # bytes loaded ahead for a tile
-        return cls(rows, columns, 8, 1 + min(2, _MOST_LOADED_AHEAD // stage), ranks)
+    def choose(cls, x: Tensor, n_tensors: int, parts: list[_Part]) -> _Blocks:
+        """Choose for a kernel that reads `n_tensors` tensors like x and the parts."""
+        part_ranks = [part.rank for part in parts if part.rank] or [1]
+        ranks = min(
+            _MAX_RANKS, max(16, triton.next_power_of_2(max(part_ranks)))
+        )  # `tl.dot` takes 16 and more
+        rows, columns = (16 if ranks <= 32 or len(part_ranks) == 3 else 32), 64
+        factors = sum(triton.cdiv(rank, ranks) for rank in part_ranks) * ranks * (rows + columns)
+        stage = x.element_size() * (n_tensors * rows * columns + factors)  # bytes loaded ahead for a tile
+        return cls(rows, columns, 8, 1 + min(2, _MAX_PREFETCH // stage), ranks)
 
-    def summing(self, x: Tensor) -> _Blocks:
-        """With more tiles for each program, which are fewer sums to write."""
-        most = x.numel() // (self.rows * self.columns * _LEAST_PROGRAMS)
+    def with_fewer_sums(self, x: Tensor) -> _Blocks:
+        """Give each program more tiles, so that there are fewer sums to write."""
+        most = x.numel() // (self.rows * self.columns * _MIN_PROGRAMS)
         return self._replace(tiles=min(32, max(8, floor_power_of_2(most))))
 
     def grid(self, x: Tensor) -> tuple[int]:
@@ -77,20 +76,19 @@ class _Blocks(NamedTuple):
 def gated_lora_(
     gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
 ) -> Tensor:
-    """act(gate + of_gate) * (up + of_up), without autograd.
+    """Compute act(gate + of_gate) * (up + of_up), without autograd.
 
     Args:
-        gate, up: `[N, F]` of one dtype. With `store` they become the sums: rows of one stride, each
-            contiguous and apart from the others.
-        of_gate, of_up: what is added to them.
+        gate, up: `[N, F]` of one dtype. With `store` they become the sums; their rows then need one stride,
+            must be contiguous and may not overlap.
+        of_gate, of_up: the low-rank parts.
         activation: as for `gated`.
 
     Returns:
         `[N, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, the activation is unknown, or sums cannot
-            be stored.
+        ValueError: shapes, dtypes or devices do not fit, the activation is unknown, or sums cannot be stored.
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
@@ -103,11 +101,11 @@ def gated_lora_(
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
     out = gate.new_empty(gate.shape)
     parts = [_part(of_gate, gate), _part(of_up, up)]
-    blocks = _Blocks.of(gate, 2, parts)
+    blocks = _Blocks.choose(gate, 2, parts)
     with torch.cuda.device_of(gate):
         _gated_lora_kernel[blocks.grid(gate)](
-            *(gate_rows, up_rows, out, *parts[0], *parts[1], *gate.shape, gate_sr, up_sr),
-            *(store, activation, *blocks),
+            *(gate_rows, up_rows, out, *parts[0], *parts[1], *gate.shape, gate_sr, up_sr, store, activation),
+            *blocks,
             num_warps=_WARPS,
         )
     return out
@@ -124,11 +122,11 @@ def gated_lora_backward_(
     g_gate: Tensor,
     g_up: Tensor,
 ) -> list[Tensor | None]:
-    """The backward pass of `gated_lora_`, which also makes the product again.
+    """Run the backward pass of `gated_lora_`, and compute the product again.
 
     Args:
         g_out: `[N, F]`; with `of_g_out` added, the gradient of the product. Overwritten by the product.
-        of_g_out: what is added to g_out, or None.
+        of_g_out: g_out's low-rank part, or None.
         gate, of_gate, up, of_up, activation: as for `gated_lora_`, of the dtype of g_out; None adds nothing.
         g_gate, g_up: the gradients of the sums are written there; may be gate and up themselves.
 
@@ -137,8 +135,7 @@ def gated_lora_backward_(
         the scales, in float32 (float64 for float64); None where that part is None.
 
     Raises:
-        ValueError: as for `gated_lora_`; or a tensor that is written to has another shape, or is not rows of
-            one stride, each contiguous and apart from the others.
+        ValueError: as for `gated_lora_`; or an output has another shape, or other rows than `store` needs.
     """
     check_gated(gate, up, activation)
     check_written(gate.shape, g_out=g_out, g_gate=g_gate, g_up=g_up)
@@ -150,9 +147,9 @@ def gated_lora_backward_(
         )
     tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
     parts = [_part(part, gate) for part in added]
-    blocks, sums = _Blocks.of(gate, 3, parts), None
-    if gate.element_size() == 2 and 0 < max(part.rank for part in parts) <= _MOST_SUMMED_RANKS:
-        blocks = blocks.summing(gate)
+    blocks, sums = _Blocks.choose(gate, 3, parts), None
+    if gate.element_size() == 2 and 0 < max(part.rank for part in parts) <= _MAX_SUMMED_RANK:
+        blocks = blocks.with_fewer_sums(gate)
         shape = (triton.cdiv(len(gate), blocks.rows * blocks.tiles), 3, gate.shape[1], blocks.ranks)
         sums = torch.empty(shape, dtype=torch.float32, device=gate.device)
     with torch.cuda.device_of(gate):
@@ -167,7 +164,7 @@ def gated_lora_backward_(
 
 
 def _product(x: Tensor, part: LowRank | None) -> Tensor | None:
-    """xᵀ left in float32."""
+    """Compute xᵀ left in float32."""
     if part is None:
         return None
     product = torch.empty((x.shape[1], part.left.shape[1]), dtype=torch.float32, device=x.device)
@@ -176,21 +173,21 @@ def _product(x: Tensor, part: LowRank | None) -> Tensor | None:
 
 
 def should_store(rank: int) -> bool:
-    """Whether parts of a rank are added once and the sums stored, where gate and up are kept."""
-    return rank > _MOST_SUMMED_RANKS
+    """True if gate and up should be replaced by their sums with parts of this rank."""
+    return rank > _MAX_SUMMED_RANK
 
 
-def _part(of: LowRank | None, like: Tensor) -> _Part:
-    """For None a part of rank 0, which adds nothing and whose tensors are not read."""
-    if of is None:
+def _part(low_rank: LowRank | None, like: Tensor) -> _Part:
+    """Describe a low-rank part; None becomes rank 0, whose tensors are never read."""
+    if low_rank is None:
         return _Part(like, like, 0.0, 0, 0, 0, 0)
-    left = of.left if of.left.stride(1) == 1 else of.left.contiguous()
-    right_row, right_column = of.right.stride()
-    return _Part(left, of.right, float(of.scale), left.stride(0), right_row, right_column, left.shape[1])
+    left, right, scale = low_rank
+    left = left if left.stride(1) == 1 else left.contiguous()
+    return _Part(left, right, float(scale), left.stride(0), right.stride(0), right.stride(1), left.shape[1])
 
 
 def _check(x: Tensor, *parts: LowRank) -> None:
-    """Raise ValueError unless the parts fit to x."""
+    """Raise ValueError unless the parts fit x."""
     if x.dim() != 2:
         raise ValueError(f"gate is {[*x.shape]}: pass [N, F]")
     for left, right, _ in parts:
@@ -199,16 +196,12 @@ def _check(x: Tensor, *parts: LowRank) -> None:
         if left.shape[1] != right.shape[1] or not left.shape[1]:
             raise ValueError(f"a part has ranks {left.shape[1]} and {right.shape[1]}: pass one, above 0")
         if not left.dtype == right.dtype == x.dtype or not left.device == right.device == x.device:
-            raise ValueError(
-                f"a part is {left.dtype} and {right.dtype} on {left.device} and {right.device}: "
-                f"it must be {x.dtype} on {x.device}, like gate"
-            )
+            factors = f"{left.dtype} and {right.dtype} on {left.device} and {right.device}"
+            raise ValueError(f"a part is {factors}: pass {x.dtype} on {x.device}, like gate")
 
 
 # F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. The strides of
 # narrow factors are constants, because 16 does not divide a rank of 8.
-
-
 @jit(do_not_specialize=["N"])
 def _gated_lora_kernel(
     gate, up, out,
@@ -220,7 +213,7 @@ def _gated_lora_kernel(
     STORE: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, F]`: the product; with STORE gate and up become the sums. Grid: runs of tiles, row by row."""
+    """Write the product `[N, F]`; with STORE gate and up become the sums. Grid: runs of tiles, row by row."""
     for tile in tl.range(0, TILES, num_stages=STAGES):
         row, column, inside = _tile(tile, N, F, ROWS, COLUMNS, TILES)
         x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0)
@@ -249,9 +242,9 @@ def _gated_lora_backward_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
+    """Write g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
 
-    sums: None, or float32 `[runs of tiles, 3, F, RANKS]`: the products with the left factors, 0 of an absent
+    sums: None, or float32 `[runs of tiles, 3, F, RANKS]`: the products with the left factors; 0 without a
         part.
     """
     of_product_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
@@ -296,8 +289,7 @@ def _gated_lora_backward_kernel(
 
 @jit
 def _tile(tile, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
-    """The rows `[ROWS, 1]` and columns `[1, COLUMNS]` of one of this program's tiles, both int64, and which
-    elements exist."""
+    """Return a tile's rows `[ROWS, 1]` and columns `[1, COLUMNS]`, both int64, and which elements exist."""
     n_columns = tl.cdiv(F, COLUMNS)
     first = (tl.program_id(0) // n_columns).to(tl.int64) * TILES + tile
     row = first * ROWS + tl.arange(0, ROWS)[:, None]
@@ -310,7 +302,7 @@ def _rounded_sum(
     x, left, right, scale, row, column, N, F, left_sr, right_sf, right_sr,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """x + scale * left rightᵀ in float32, rounded to x's dtype: forward and backward see one sum."""
+    """Compute x + scale * left rightᵀ in float32, rounded to x's dtype: forward and backward see one sum."""
     dtype: tl.constexpr = x.dtype
     total = x.to(tl.float32)
     if RANK > 0:
@@ -325,7 +317,7 @@ def _low_rank(
     left, right, scale, row, column, N, F, left_sr, right_sf, right_sr,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """scale * left rightᵀ, a tile of it."""
+    """Compute a tile of scale * left rightᵀ."""
     part = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in tl.static_range(0, RANK, RANKS):
         rank_r = first + tl.arange(0, RANKS)[:, None]
@@ -339,6 +331,6 @@ def _low_rank(
 
 @jit
 def _left(left, row, first, N, left_sr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Rows of a left factor, RANKS of its ranks from `first` on."""
+    """Load rows of a left factor: RANKS of its ranks from `first` on."""
     rank = first + tl.arange(0, RANKS)[None, :]
     return tl.load(left + row * left_sr + rank, mask=(row < N) & (rank < RANK), other=0.0)

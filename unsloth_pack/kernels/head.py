@@ -1,9 +1,10 @@
-"""What the kernels over a language model's head share: the rows that have a label, in chunks of logits.
+"""Chunks of logits for the kernels over a language model's head: only rows with a label, one chunk at a time.
 
-The logits of all rows would be T x V numbers. A chunk's logits are one GEMM into a buffer that all chunks
-share, so that only those of one chunk exist at a time.
+A chunk's logits are one GEMM into a buffer that all chunks share, so the T x V logits of all rows never
+exist. An adapter adds h bᵀ to the logits; trained tokens replace the logits of a few outputs by h. h has few
+columns, so its gradients are computed chunk by chunk, without a gradient of the size of the head's weight.
 
-Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of the head.
+Shapes: T tokens, N of them with a label, L of a chunk, C features, R columns of h, V outputs of the head.
 """
 
 from __future__ import annotations
@@ -29,24 +30,15 @@ from unsloth_pack.kernels.launch import (
     triton,
 )
 
-# Logits that a small matrix makes beside those of a head's weight: of an adapter, or of trained tokens.
-#
-# An adapter adds h Bᵀ to the logits. Trained tokens replace the logits of a few outputs by h. Both times h
-# has
-# few columns, so their gradients are made chunk by chunk, and none of the size of the head's weight is
-# needed.
-#
-# Shapes: T tokens, N of them with a label, L of a chunk, R columns of h, V outputs of the head.
-
 
 class ExtraLogits(NamedTuple):
-    """What h changes in the logits: either `b` or `outputs` is given.
+    """Change the logits by h, with either `b` or `outputs`.
 
     Args:
         h: `[..., R]`, a row for each of hidden's. Gets a gradient if it requires one.
         b: `[V, R]`: h bᵀ is added to the logits. Gets a gradient if it requires one, summed in float32.
-        outputs: `[R]` int64, all different: the logits of these outputs are h. Neither weight nor bias
-            counts there, and they get no gradient from there.
+        outputs: `[R]` int64, all different: h replaces the logits of these outputs. Weight and bias do not
+            count there and get no gradient from there.
     """
 
     h: Tensor
@@ -54,7 +46,7 @@ class ExtraLogits(NamedTuple):
     outputs: Tensor | None = None
 
     def check(self, hidden: Tensor, weight: Tensor) -> None:
-        """Raise ValueError unless they fit to a head."""
+        """Raise ValueError unless they fit the head."""
         (V, _), R = weight.shape, self.h.shape[-1]
         if (self.b is None) == (self.outputs is None):
             raise ValueError("extra has both b and outputs, or neither: pass one of them")
@@ -63,24 +55,22 @@ class ExtraLogits(NamedTuple):
         if self.b is not None and self.b.shape != (V, R):
             raise ValueError(f"extra.b {[*self.b.shape]}, extra.h {[*self.h.shape]}: pass [{V}, {R}]")
         if self.outputs is not None and (self.outputs.shape != (R,) or self.outputs.dtype != torch.int64):
-            raise ValueError(
-                f"extra.outputs {[*self.outputs.shape]} of {self.outputs.dtype}: pass [{R}] of torch.int64"
-            )
-        for name, x in (("h", self.h), ("b", self.b)):
-            if x is not None and x.dtype != hidden.dtype:
-                raise ValueError(f"hidden is {hidden.dtype} and extra.{name} {x.dtype}: cast both to one")
-        for name, x in (("h", self.h), ("b", self.b), ("outputs", self.outputs)):
+            shape, dtype = [*self.outputs.shape], self.outputs.dtype
+            raise ValueError(f"extra.outputs {shape} of {dtype}: pass [{R}] of torch.int64")
+        for name, x in zip(self._fields, self, strict=True):
             if x is not None and x.device != hidden.device:
                 raise ValueError(
                     f"hidden is on {hidden.device} but extra.{name} on {x.device}: move it there"
                 )
+            if x is not None and name != "outputs" and x.dtype != hidden.dtype:
+                raise ValueError(f"hidden is {hidden.dtype} and extra.{name} {x.dtype}: cast both to one")
 
 
 class ExtraRows:
-    """The rows of `ExtraLogits` that have a label, and the sums of their gradients.
+    """The labelled rows of one call's `ExtraLogits`, and their gradients.
 
     Args:
-        extra: of one call; None changes nothing.
+        h, b, outputs: of `ExtraLogits`; an h of None changes nothing.
         rows: `[N]`.
         needed: whether h and b get gradients.
 
@@ -89,63 +79,59 @@ class ExtraRows:
         g_b: `[V, R]`, likewise.
     """
 
-    def __init__(self, extra: ExtraLogits | None, rows: Tensor, needed: tuple[bool, bool]):
+    def __init__(
+        self, h: Tensor | None, b: Tensor | None, outputs: Tensor | None, rows: Tensor, needed: Sequence[bool]
+    ):
         self.g_h: Tensor | None = None
         self.g_b: Tensor | None = None
-        self._extra = extra
-        if extra is None:
+        self._b, self._outputs = b, outputs
+        if h is None:
             return
-        self._h_NR = extra.h.reshape(-1, extra.h.shape[-1]).index_select(0, rows)
-        wide = torch.promote_types(extra.h.dtype, torch.float32)
+        self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, rows)
+        wide = torch.promote_types(h.dtype, torch.float32)
         if needed[0]:
             self.g_h = torch.empty_like(self._h_NR, dtype=wide)
-        if needed[1] and extra.b is not None:
-            self.g_b = torch.zeros_like(extra.b, dtype=wide)
+        if needed[1] and b is not None:
+            self.g_b = torch.zeros_like(b, dtype=wide)
 
-    def put_into(self, logits_LV: Tensor, chunk: slice) -> Tensor:
-        """Change the logits of a chunk, and return them."""
-        if self._extra is None:
-            return logits_LV
-        _, b, outputs = self._extra
-        if b is not None:
-            return logits_LV.addmm_(self._h_NR[chunk], b.t())
-        assert outputs is not None  # `check` has made sure
-        return logits_LV.index_copy_(1, outputs, self._h_NR[chunk])
+    def apply_to(self, logits_LV: Tensor, chunk: slice) -> Tensor:
+        """Change a chunk's logits in place and return them."""
+        if self._b is not None:
+            return logits_LV.addmm_(self._h_NR[chunk], self._b.t())
+        if self._outputs is not None:
+            return logits_LV.index_copy_(1, self._outputs, self._h_NR[chunk])
+        return logits_LV
 
-    def take_from(self, g_LV: Tensor, chunk: slice) -> Tensor:
-        """Note the gradients that those of a chunk's logits make, and return what is left for the head."""
-        if self._extra is None:
-            return g_LV
-        _, b, outputs = self._extra
-        if b is not None:
+    def collect_gradients(self, g_LV: Tensor, chunk: slice) -> None:
+        """Add up a chunk's gradients of h and b. What stays in g_LV is the head's part."""
+        if self._b is not None:
             if self.g_h is not None:
-                multiply(g_LV, b, self.g_h[chunk])
+                multiply(g_LV, self._b, self.g_h[chunk])
             if self.g_b is not None:
                 add_product(g_LV.t(), self._h_NR[chunk], self.g_b)
-            return g_LV
-        assert outputs is not None
-        if self.g_h is not None:
-            self.g_h[chunk] = g_LV.index_select(1, outputs)
-        return g_LV.index_fill_(1, outputs, 0)
+        elif self._outputs is not None:
+            if self.g_h is not None:
+                self.g_h[chunk] = g_LV.index_select(1, self._outputs)
+            g_LV.index_fill_(1, self._outputs, 0)
 
 
 IGNORE_INDEX = -100
 
-_CHUNK_BYTES = 2**28  # of logits that exist at a time, or these rows if they take more
-_LEAST_ROWS = 1024  # on a GPU, where a GEMM of fewer is far from the device's best
-_STEP = 128  # rows of a chunk are a multiple of this, as GEMMs like them
+_CHUNK_BYTES = 2**28  # of logits at a time, unless _MIN_ROWS take more
+_MIN_ROWS = 1024  # on a GPU, where a GEMM of fewer rows is slow
+_STEP = 128  # rows of a chunk are a multiple of this, for fast GEMMs
 _BLOCK = 8192  # logits that a program holds at a time
 
 
 class LabelledRows:
-    """Which rows carry a label, found on the device without waiting for it.
+    """The rows with a label, located on the device.
 
-    Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then,
-    see `HostCopy`; made by the loss itself, it waits for all before it.
+    The host needs their number. Create this before the decoder runs and the number arrives meanwhile, see
+    `HostCopy`; created by the loss, it waits for the decoder.
 
     Args:
         labels: int32 or int64, any shape; row i's label is the i-th, already shifted.
-        ignore_index: what stands for no label.
+        ignore_index: the value that means no label.
     """
 
     def __init__(self, labels: Tensor, ignore_index: int = IGNORE_INDEX):
@@ -156,29 +142,29 @@ class LabelledRows:
 
     @cached_property
     def count(self) -> int:
-        """N, once the device has counted."""
+        """Return N; waits for the device."""
         return int(self._count.read())
 
     @property
     def rows(self) -> Tensor:
-        """`[N]` int64, ascending."""
+        """Return the rows `[N]`, int64, ascending."""
         return self._order[: self.count]
 
 
-def most_rows(V: int, like: Tensor) -> int:
-    """Rows of logits that the budget holds."""
+def max_chunk_rows(V: int, like: Tensor) -> int:
+    """Return the rows of logits that fit into the budget."""
     fit = _CHUNK_BYTES // (V * like.element_size())
-    return max(_LEAST_ROWS if like.is_cuda else _STEP, fit - fit % _STEP)
+    return max(_MIN_ROWS if like.is_cuda else _STEP, fit - fit % _STEP)
 
 
-def even_chunks(N: int, most: int) -> Iterator[slice]:
-    """As few chunks as can be, with no small one at the end."""
+def split_evenly(N: int, most: int) -> Iterator[slice]:
+    """Split N rows into as few chunks of at most `most` as possible, with no small one at the end."""
     size = -(-N // max(1, -(-N // most)))
     size = max(1, -(-size // _STEP)) * _STEP
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
-def as_head_inputs(
+def prepare_head_inputs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -186,7 +172,7 @@ def as_head_inputs(
     softcap: float | None,
     extra: ExtraLogits | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, ExtraLogits | None, LabelledRows]:
-    """hidden, weight, bias and extra, cast as autocast casts them, and the rows with a label, all checked."""
+    """Check hidden, weight, bias, extra and labels, and cast them as autocast does."""
     device = hidden.device.type
     hidden, weight = _as_autocast(hidden, device), _as_autocast(weight, device)
     bias = None if bias is None else _as_autocast(bias, device)
@@ -200,28 +186,27 @@ def as_head_inputs(
 
 
 def _as_autocast(x: Tensor, device: str) -> Tensor:
-    """x as autocast, if it is on, casts it for a GEMM: float64 stays."""
+    """Cast x as autocast does for a GEMM, if it is on; float64 stays."""
     casts = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
 def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_LV: Tensor) -> Tensor:
-    """`[L, V]` in the first rows of the buffer."""
+    """Compute logits `[L, V]` into the first rows of the buffer."""
     logits_LV = buffer_LV[: len(x_LC)]
     if bias is None:
         return torch.mm(x_LC, weight.t(), out=logits_LV)
     return torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
 
 
-def spread(x_NX: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[*shape, X]` with 0 in the rows that have no label."""
-    spread_X = x_NX.new_zeros((*shape, x_NX.shape[-1]))
-    spread_X.view(-1, x_NX.shape[-1]).index_copy_(0, rows, x_NX)
-    return spread_X
+def scatter_rows(x_NX: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `[*shape, X]` with 0 in the rows without a label."""
+    X = x_NX.shape[-1]
+    return x_NX.new_zeros((math.prod(shape), X)).index_copy_(0, rows, x_NX).view(*shape, X)
 
 
-def plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """z in float32 or better, and dz/dl, in plain torch; z takes the place of logits of its own dtype."""
+def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Return z in float32 or better, and dz/dl, in plain torch. Logits of that dtype are overwritten."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
     if softcap is None:
         return z, scale
@@ -231,7 +216,7 @@ def plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[T
 
 
 def block_and_warps(V: int) -> tuple[int, int]:
-    """Logits that a program holds at a time, and its warps."""
+    """Choose the logits that a program holds at a time, and its warps."""
     block = min(_BLOCK, triton.next_power_of_2(V))
     return block, min(MAX_WARPS, floor_power_of_2(block // (32 * PER_THREAD)))
 
@@ -239,7 +224,7 @@ def block_and_warps(V: int) -> tuple[int, int]:
 def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Tensor | None, softcap) -> None:
     """Raise ValueError (InputError for labels) unless the arguments fit together.
 
-    Label values are looked at on a CPU only: on a GPU that would wait for it.
+    Label values are checked on a CPU only: on a GPU that would wait for the device.
     """
     labels = labelled.labels
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel():
@@ -263,10 +248,8 @@ def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Ten
     if labels.device.type == "cpu" and labelled.count:
         low, high = labels.reshape(-1)[labelled.rows].aminmax()
         if low < 0 or high >= len(weight):
-            raise InputError(
-                f"labels reach from {low} to {high}, the head has {len(weight)} outputs; give smaller ids, "
-                "or -100 for none"
-            )
+            span = f"labels reach from {low} to {high}, the head has {len(weight)} outputs"
+            raise InputError(f"{span}; give smaller ids, or -100 for none")
 
 
 @jit
@@ -277,7 +260,7 @@ def load_block(start, first, V, BLOCK: tl.constexpr):
 
 @jit
 def logit_and_slope(x, scale, softcap, CAPPED: tl.constexpr):
-    """z of logits x, and dz/dx."""
+    """Return z of logits x, and dz/dx."""
     if CAPPED:
         u = x * (scale / softcap)
         e = tl.exp(-2 * tl.abs(u))

@@ -1,4 +1,4 @@
-"""The loss of hidden states through a language model's head, without its T x V logits, forward and backward.
+"""Cross-entropy of hidden states through a language model's head, without its T x V logits.
 
 For each row x of hidden, l = W x + b, and z = softcap * tanh(scale * l / softcap), or scale * l without one:
 
@@ -6,12 +6,12 @@ For each row x of hidden, l = W x + b, and z = softcap * tanh(scale * l / softca
     gl   = (softmax(z) - onehot(label)) * dz/dl
     gx   = Wᵀ gl,  gW = Σ gl xᵀ,  gb = Σ gl
 
-An adapter on the head, or trained tokens, change l: see `ExtraLogits`.
+An adapter on the head, or trained tokens, change l: see `ExtraLogits`. Chunks of rows: see `head`.
 
-Rows are taken in chunks. A chunk's logits are one GEMM into a buffer that all chunks share; one kernel reads
-each row of it, writes the row's loss and puts gl in the row's place; another GEMM or two make gradients of
-that. So the gradients are ready when the forward is, logits are computed once, and the backward scales what
-is kept: the gradient of the rows that have a label, in float32, because it is rounded after the scaling only.
+One kernel reads a chunk's logits, writes the losses and overwrites the logits by gl; one or two more GEMMs
+turn gl into gradients. So the forward pass already computes all gradients, from logits that are computed
+once. The
+backward pass only scales them: they stay in float32 because they are rounded after the scaling.
 
 Shapes: T tokens, N of them with a label, C features, V outputs of the head.
 """
@@ -25,15 +25,15 @@ from unsloth_pack.kernels.head import (
     ExtraLogits,
     ExtraRows,
     LabelledRows,
-    as_head_inputs,
     block_and_warps,
-    even_chunks,
     load_block,
     logit_and_slope,
-    most_rows,
-    plain_logits,
+    max_chunk_rows,
+    prepare_head_inputs,
     project_to_logits,
-    spread,
+    scale_and_cap,
+    scatter_rows,
+    split_evenly,
 )
 from unsloth_pack.kernels.launch import add_product, jit, multiply, once_differentiable, takes_fused_path, tl
 
@@ -49,32 +49,32 @@ def linear_cross_entropy(
     extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
+    """Compute the mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias).
 
     Args:
         hidden: `[..., C]`, any strides; bfloat16, float16, float32 or float64. Under autocast it, weight and
             bias are cast as `torch.nn.functional.linear` casts them.
         weight: `[V, C]`, of hidden's dtype. Gets a gradient if it requires one, summed in float32.
         labels: `[...]` int32 or int64 in [0, V), or -100 for none; already shifted: row i's label is
-            labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
+            labels[i]. An earlier `LabelledRows` costs no wait, and may use another number for none.
         bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
         softcap: logits become softcap * tanh(logits / softcap), after the scale.
         extra: changes hidden Wᵀ + bias.
-        num_items: the sum of losses is divided by this, where given, instead of by the number of labels.
+        num_items: the divisor of the sum of losses; None for the number of labels.
 
     Returns:
-        The loss, a number, in float32 (float64 for float64); NaN, with zero gradients, where no row has a
-        label and num_items is not given, as in `torch.nn.functional.cross_entropy`. At most 2²⁸ bytes of
-        logits exist at a time, or 1,024 rows if that is more.
+        The loss `[]` in float32 (float64 for float64). Without labels and num_items: NaN with zero gradients,
+        as in `torch.nn.functional.cross_entropy`. At most 2²⁸ bytes of logits exist at a time, or 1,024 rows
+        if that is more.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU, where
-            looking would wait for it, those make the loss NaN.
+        ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU those
+            make the loss NaN instead: a check would wait for the device.
 
     Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", whose linear
-    cross-entropy also takes rows in chunks and makes gradients in the forward pass.
+    cross-entropy also chunks rows and computes gradients in the forward pass.
     """
-    hidden, weight, bias, extra, labelled = as_head_inputs(hidden, weight, bias, labels, softcap, extra)
+    hidden, weight, bias, extra, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
     options = (labelled, scale, softcap, torch.is_grad_enabled())
     total = _LinearCrossEntropy.apply(hidden, weight, bias, *(extra or (None,) * 3), *options)
     if num_items is None:
@@ -83,7 +83,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses."""
+    """Compute the sum of the losses."""
 
     @staticmethod
     def forward(
@@ -93,23 +93,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TC, labels_N = hidden.reshape(-1, C), labelled.labels.reshape(-1).index_select(0, rows)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses_N = hidden.new_empty(N, dtype=wide)
-        needed = [with_grad and one for one in ctx.needs_input_grad[:5]]
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
         for_hidden, for_weight, for_bias = needed[:3]
         g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden else None
         g_weight = weight.new_zeros((V, C), dtype=wide) if for_weight else None
         g_bias = bias.new_zeros(V, dtype=wide) if for_bias else None
-        own = None if h is None else ExtraLogits(h, b, outputs)
-        extra = ExtraRows(own, rows, (needed[3], needed[4]))
-        most = most_rows(V, hidden)
-        # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
+        extra = ExtraRows(h, b, outputs, rows, needed[3:])
+        most = max_chunk_rows(V, hidden)
+        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
         buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in even_chunks(N, most):
+            for chunk in split_evenly(N, most):
                 x_LC = hidden_TC.index_select(0, rows[chunk])
-                logits_LV = extra.put_into(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
+                logits_LV = extra.apply_to(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
                 _cross_entropy(logits_LV, labels_N[chunk], losses_N[chunk], scale, softcap, any(needed))
                 if any(needed):
-                    extra.take_from(logits_LV, chunk)
+                    extra.collect_gradients(logits_LV, chunk)
                 if g_NC is not None:
                     multiply(logits_LV, weight, g_NC[chunk])
                 if g_weight is not None:
@@ -125,22 +124,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, g):
         rows, g_NC, g_weight, g_bias, g_h_NR, g_b = ctx.saved_tensors
         g_hidden, g_h = (
-            x if x is None else spread(_scaled(x, g, ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h_NR)
+            x if x is None else scatter_rows(_scale(x, g, ctx.dtype), rows, ctx.shape[:-1])
+            for x in (g_NC, g_h_NR)
         )
         if not len(rows):
-            g = torch.zeros_like(g)  # the mean over no row has an infinite one
-        of_head = (g_weight, g_bias, g_b)
-        g_weight, g_bias, g_b = (x if x is None else _scaled(x, g, ctx.dtype) for x in of_head)
+            g = torch.zeros_like(g)  # infinite for the mean over no row
+        head = (g_weight, g_bias, g_b)
+        g_weight, g_bias, g_b = (x if x is None else _scale(x, g, ctx.dtype) for x in head)
         return g_hidden, g_weight, g_bias, g_h, g_b, None, None, None, None, None
 
 
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor, a number, rounded once. x stays: the backward may run again."""
+def _scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x * factor, rounded once. x stays: the backward may run again."""
     return torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad) -> None:
-    """losses `[L]` of logits `[L, V]`, which become the gradient of their sum where it is wanted."""
+    """Write losses `[L]` of logits `[L, V]`. In place, with_grad: logits -> d(sum of losses) / d(logits)."""
     if not takes_fused_path(logits, logits):
         _plain_cross_entropy(logits, labels, losses, scale, softcap, with_grad)
         return
@@ -157,9 +157,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float,
 def _plain_cross_entropy(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad
 ) -> None:
-    """In plain torch."""
+    """Do the same in plain torch."""
     labels = labels.long()[:, None]
-    z, slope = plain_logits(logits, scale, softcap)
+    z, slope = scale_and_cap(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     losses.copy_(log_p.gather(1, labels)[:, 0].neg_())
     if with_grad:
@@ -168,15 +168,13 @@ def _plain_cross_entropy(
         logits.copy_(p.mul_(slope))
 
 
-# V is specialised, unlike the kernels' other sizes: whole 16-byte accesses need to know that 16 divides it.
-
-
+# V is specialised: Triton must know that 16 divides it for 16-byte accesses.
 @jit
 def _cross_entropy_kernel(
     logits, labels, losses, scale, softcap, V,
     CAPPED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """losses `[L]`; logits `[L, V]` become their gradient, WITH_GRAD. Grid: L."""
+    """Write losses `[L]`; WITH_GRAD logits `[L, V]` become their gradient. Grid: L."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     label = tl.load(labels + row).to(tl.int64)

@@ -1,12 +1,18 @@
-"""The product in a gated MLP, act(gate) * up, in one launch, forward and backward.
+"""Activations of MLPs in one launch, forward and backward: act(gate) * up, and those without a gate.
 
-R rows of F features, seen as one row of R * F where all tensors are contiguous. Both activations are
-x * σ(z(x)):
+R rows of F features; one row of R * F if all tensors are contiguous. Gated activations are x * σ(z(x)):
 
     silu       z = x
     gelu_tanh  z = 2 √(2/π) (x + 0.044715 x³), because (1 + tanh u) / 2 = σ(2u)
 
-so that with s = σ(z) the derivative is s * (1 + x * σ(-z) * z'), where 1 - s would cancel.
+With s = σ(z) the derivative is s * (1 + x * σ(-z) * z'); 1 - s would cancel. Activations without a gate save
+only their input:
+
+    relu2      max(x, 0)²
+    xielu      α_p x² + β x  for x ≥ 0,    α_n (exp(min(x, ε)) - 1 - x) + β x  below
+
+All is as in transformers, except the slope of xIELU at 0 (in bfloat16 an x can be exactly 0): here β, which
+the formula gives without ε, in transformers β - α_n.
 """
 
 from __future__ import annotations
@@ -27,18 +33,17 @@ _WARPS = 4
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, element by element.
+    """Compute act(gate) * up, element by element.
 
     Args:
-        gate, up: `[..., F]`, bfloat16, float16 or float32; float64 takes the reference path. Read in place
-            where the last dim is contiguous and the others collapse into rows of one stride, as in the halves
-            of a fused projection. Both are saved for the backward as they are.
+        gate, up: `[..., F]`, bfloat16, float16 or float32; float64 takes the reference path. Read in place if
+            the last dim is contiguous and the others collapse into rows of one stride, as in the halves of a
+            fused projection. Both are saved for the backward pass.
         activation: "silu", or "gelu_tanh" for the tanh approximation of GELU (transformers'
             `gelu_pytorch_tanh`).
 
     Returns:
-        A fresh contiguous tensor of their shape and (promoted, if they differ) dtype, computed in float32 and
-        rounded once.
+        A fresh contiguous tensor of their shape and promoted dtype, computed in float32 and rounded once.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or the activation is unknown.
@@ -57,8 +62,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, gate, up, activation: str):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        dtype = gate.dtype if gate.dtype == up.dtype else torch.promote_types(gate.dtype, up.dtype)
-        out = gate.new_empty(gate.shape, dtype=dtype)
+        out = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
         (gate, up), strides, F, programs = _lay_out(gate, up)
         with torch.cuda.device_of(gate):
             _gated_kernel[(programs,)](gate, up, out, F, *strides, activation, _BLOCK, num_warps=_WARPS)
@@ -78,7 +82,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
-    """The tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
+    """Return the tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
     n = tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
         return [*tensors], [0] * len(tensors), n, -(-n // _BLOCK)
@@ -88,17 +92,15 @@ def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
 
 
 def check_written(shape: torch.Size, **tensors: Tensor) -> None:
-    """Raise ValueError unless the tensors are of this shape and a kernel can write into them."""
+    """Raise ValueError unless the tensors have this shape and a kernel can write into them."""
     for name, x in tensors.items():
         if x.shape != shape or not _is_rows(x):
-            raise ValueError(
-                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*shape]}, contiguous or a "
-                "slice of the last dim"
-            )
+            layout = f"{name} is {[*x.shape]} with strides {[*x.stride()]}"
+            raise ValueError(f"{layout}: pass {[*shape]}, contiguous or a slice of the last dim")
 
 
 def _is_rows(x: Tensor) -> bool:
-    """Whether `as_rows` gives x's own memory, in which no two rows overlap."""
+    """True if `as_rows` returns x's own memory and no two rows overlap."""
     if x.is_contiguous():
         return True
     try:
@@ -109,7 +111,7 @@ def _is_rows(x: Tensor) -> bool:
 
 
 def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    """Raise ValueError unless shapes, dtypes and devices fit together and the activation is known."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape or not gate.dim():
@@ -122,12 +124,10 @@ def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
         raise ValueError(f"gate is on {gate.device} but up on {up.device}: move it there")
 
 
-# F is specialised, unlike the kernels' other sizes: Triton must know that 16 divides it for 16-byte accesses.
-
-
+# F is specialised: Triton must know that 16 divides it for 16-byte accesses.
 @jit
 def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """out `[R, F]`: act(gate) * up. Grid: the blocks of BLOCK elements of each row in turn."""
+    """Write out `[R, F]`: act(gate) * up. Grid: the blocks of BLOCK elements of each row in turn."""
     row, col = _row_and_columns(F, BLOCK)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
@@ -140,7 +140,7 @@ def _gated_backward_kernel(
     g_out, gate, up, g_gate, g_up, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: as in the forward."""
+    """Write g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: as in the forward."""
     row, col = _row_and_columns(F, BLOCK)
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
@@ -152,7 +152,7 @@ def _gated_backward_kernel(
 
 @jit
 def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """act(x) * u, and the gradients of x and u for its gradient g, as exact as a dtype asks for."""
+    """Return act(x) * u, and the gradients of x and u for its gradient g, as exact as dtype needs."""
     z = _z(x, ACTIVATION)
     s = _sigmoid(z, dtype)
     bend = x * _sigmoid(-z, dtype) * _slope_of_z(x, ACTIVATION)
@@ -161,7 +161,7 @@ def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr
 
 @jit
 def _row_and_columns(F, BLOCK: tl.constexpr):
-    """This program's row, a number, and its columns, both int64: a row may hold all of 2³¹ elements."""
+    """Return this program's row and columns, both int64: a row may hold more than 2³¹ elements."""
     blocks = tl.cdiv(F, BLOCK)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     return row.to(tl.int64), block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -188,24 +188,11 @@ def _sigmoid(z, dtype: tl.constexpr):
     if dtype == tl.float32:
         return tl.div_rn(1.0, 1.0 + tl.exp(-z))
     else:
-        return 1.0 / (1.0 + tl.exp(-z))  # quicker, and off by far less than a half-precision unit
-
-
-# Activations of MLPs without a gate in one launch, forward and backward. Only the input is kept.
-#
-#     relu2   max(x, 0)²
-#     xielu   α_p x² + β x  for x ≥ 0,    α_n (exp(min(x, ε)) - 1 - x) + β x  below
-#
-# All is as in transformers, but for the slope of xIELU at 0. Here it is β, as the formula gives without ε,
-# and
-# transformers gives β - α_n. In bfloat16 an x can be exactly 0.
-
-_UNGATED_BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
-_UNGATED_WARPS = 4
+        return 1.0 / (1.0 + tl.exp(-z))  # faster; the error is far below a half-precision unit
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)², element by element.
+    """Compute max(x, 0)², element by element.
 
     Args:
         x: `[...]`, bfloat16, float16 or float32; other dtypes take the reference path.
@@ -219,12 +206,12 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """xIELU, element by element.
+    """Compute xIELU, element by element.
 
     Args:
         x: as for `relu2`.
         alpha_p, alpha_n: `[1]`, any float dtype; α_p = softplus(alpha_p), α_n = beta + softplus(alpha_n).
-        beta, eps: one number each, any float dtype: the slope at 0, and the ε above. They get no gradient.
+        beta, eps: one number each, any float dtype: β and ε. They get no gradient.
 
     Returns:
         As `relu2`.
@@ -238,22 +225,15 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 
 
 class _Ungated(torch.autograd.Function):
-    """x, and of xIELU α_p, α_n, β and ε in float32; None for relu2."""
+    """Take x, and xIELU's α_p, α_n, β and ε in float32; None for relu2."""
 
     @staticmethod
     def forward(ctx, x, *constants):
         ctx.save_for_backward(x, *constants)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
-            _ungated_kernel[_grid(x)](
-                x.contiguous(),
-                *constants,
-                out,
-                x.numel(),
-                constants[0] is not None,
-                _UNGATED_BLOCK,
-                num_warps=_UNGATED_WARPS,
-            )
+            arguments = (x.contiguous(), *constants, out, x.numel(), constants[0] is not None, _BLOCK)
+            _ungated_kernel[(-(-x.numel() // _BLOCK),)](*arguments, num_warps=_WARPS)
         return out
 
     @staticmethod
@@ -262,22 +242,17 @@ class _Ungated(torch.autograd.Function):
         x, *constants = ctx.saved_tensors
         g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
-            _ungated_backward_kernel[_grid(x)](
-                *(g_out.contiguous(), x.contiguous(), *constants, g_x, x.numel()),
-                *(constants[0] is not None, _UNGATED_BLOCK),
-                num_warps=_UNGATED_WARPS,
+            arguments = (x.contiguous(), *constants, g_x, x.numel(), constants[0] is not None, _BLOCK)
+            _ungated_backward_kernel[(-(-x.numel() // _BLOCK),)](
+                g_out.contiguous(), *arguments, num_warps=_WARPS
             )
         trains = any(ctx.needs_input_grad[1:3])
-        g_alphas = _gradients_of_alphas(g_out, x, constants[-1]) if trains else (None, None)
+        g_alphas = _alpha_gradients(g_out, x, constants[-1]) if trains else (None, None)
         return g_x, *g_alphas, None, None
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (-(-x.numel() // _UNGATED_BLOCK),)
-
-
-def _gradients_of_alphas(g_out: Tensor, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """In plain torch: they are wanted in full fine-tuning alone."""
+def _alpha_gradients(g_out: Tensor, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of α_p and α_n, in plain torch: only full fine-tuning needs them."""
     g, x = g_out.float(), x.float()
     below = torch.where(x < 0, torch.minimum(x, eps).expm1() - x, 0)
     return (g * x.clamp(min=0).square()).sum().view(1), (g * below).sum().view(1)
@@ -287,7 +262,7 @@ def _gradients_of_alphas(g_out: Tensor, x: Tensor, eps: Tensor) -> tuple[Tensor,
 def _ungated_kernel(
     x, alpha_p, alpha_n, beta, eps, out, n, XIELU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out `[n]`. Grid: blocks of BLOCK elements."""
+    """Write out `[n]`. Grid: blocks of BLOCK elements."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x_B = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
     if XIELU:
@@ -304,7 +279,7 @@ def _ungated_kernel(
 def _ungated_backward_kernel(
     g_out, x, alpha_p, alpha_n, beta, eps, g_x, n, XIELU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """g_x `[n]`: the gradient of x. Grid: as in the forward."""
+    """Write g_x `[n]`: the gradient of x. Grid: as in the forward."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x_B = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
     g_B = tl.load(g_out + place, mask=place < n, other=0.0).to(tl.float32)
@@ -319,7 +294,7 @@ def _ungated_backward_kernel(
 
 @jit
 def _exp_less_line(x):
-    """exp(x) - 1 - x for x up to 0, where the difference cancels near 0."""
+    """Compute exp(x) - 1 - x for x up to 0, without cancellation near 0."""
     series = tl.full(x.shape, 1 / 6227020800, tl.float32)  # x² / 2! + x³ / 3! + ... + x¹³ / 13!
     series = series * x + 1 / 479001600
     series = series * x + 1 / 39916800

@@ -1,14 +1,16 @@
-"""What routed experts do between their GEMMs: the weighted product of gate and up, and the sum over experts.
+"""Routed experts: grouped GEMMs, the weighted product of gate and up, and the sum over experts.
 
-A token's row is repeated for each of its k experts, and the rows are sorted by expert. The router's weight of
-a row goes into the product, before the GEMM of down:
+A token's row is repeated for each of its k experts, and the rows are sorted by expert. The product takes in
+the router's weight, before the GEMM of down:
 
     out_n = Σ_k w_nk down_e(product_e(x_n)) = Σ_k down_e(w_nk product_e(x_n))
 
-So the gradient of w is a sum over the F features inside an expert, and the outputs of down need not be kept.
-What adapters add to a GEMM's output is a matrix of its own, which is added as the kernel reads both.
+So the gradient of w is a sum over the F features inside an expert, and the outputs of down need not be saved.
+An adapter's output is a matrix of its own; the kernels add it as they read both.
 
-N tokens of k rows each, S = N * k rows, F features inside, C features of a token.
+N tokens of k rows each, S = N * k rows, F features inside, C features of a token. In grouped GEMMs S rows lie
+in E groups of I inputs and O outputs, and the device reads where the groups end: torch does so in bfloat16
+from compute capability 8.0 on. Elsewhere the host reads it and the groups run one by one.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ _WARPS = 4
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
-    """The product of gate and up, times the router's weight of each row. Without autograd.
+    """Compute the product of gate and up, times the router's weight of each row. Without autograd.
 
     Args:
         inner: the outputs of gate and up, `[S, 2F]` of one dtype, each contiguous. With `keep` its base
             becomes the whole sum.
-        weight: `[S]`, of any floating dtype.
-        gate: what the product is.
+        weight: `[S]`, any float dtype.
+        gate: the kind of product.
 
     Returns:
         `[S, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
@@ -51,8 +53,8 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
     out = inner.base.new_empty((S, F))
     with torch.cuda.device_of(out):
         _routed_gate_kernel[(S,)](
-            *(*_inner_arguments(inner), weight, weight.stride(0), out, F, *_gate_arguments(gate)),
-            *(keep, gate.activation, gate.interleaved, _block(F)),
+            *(*_get_inner_arguments(inner), weight, weight.stride(0), out, F, *_get_gate_arguments(gate)),
+            *(keep, gate.activation, gate.interleaved, _choose_block(F)),
             num_warps=_WARPS,
         )
     return out
@@ -61,7 +63,7 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
 def routed_gate_backward_(
     g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
 ) -> Tensor:
-    """The backward pass of `routed_gate_`, which also makes the weighted product again.
+    """Run the backward pass of `routed_gate_`, and compute the weighted product again.
 
     Args:
         g_out: `[S, F]`, contiguous; with `of_g_out` added, the gradient of the weighted product. Overwritten
@@ -78,35 +80,44 @@ def routed_gate_backward_(
     """
     _check(inner, weight, gate)
     S, F = len(inner.base), inner.base.shape[1] // 2
-    of = [] if of_g_out is None else [of_g_out.values]
-    for x, shape in ((g_out, (S, F)), *((part, (S, F)) for part in of), (g_inner, (S, 2 * F))):
-        if x.shape != shape or not x.is_contiguous():
+    more, scale = (None, 0.0) if of_g_out is None else of_g_out
+    for x, shape in ((g_out, (S, F)), (more, (S, F)), (g_inner, (S, 2 * F))):
+        if x is not None and (x.shape != shape or not x.is_contiguous()):
             raise ValueError(f"a gradient is {[*x.shape]}, strides {x.stride()}: pass contiguous {[*shape]}")
     if not takes_fused_path(inner.base, weight):
         return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
     g_weight = torch.empty(S, dtype=torch.float32, device=g_out.device)
-    more, scale = (None, 0.0) if of_g_out is None else of_g_out
     with torch.cuda.device_of(g_out):
         _routed_gate_backward_kernel[(S,)](
-            *(g_out, more, scale, *_inner_arguments(inner), weight, weight.stride(0), g_inner, g_weight, F),
-            *(*_gate_arguments(gate), gate.activation, gate.interleaved, _block(F)),
+            *(
+                g_out,
+                more,
+                scale,
+                *_get_inner_arguments(inner),
+                weight,
+                weight.stride(0),
+                g_inner,
+                g_weight,
+                F,
+            ),
+            *(*_get_gate_arguments(gate), gate.activation, gate.interleaved, _choose_block(F)),
             num_warps=_WARPS,
         )
     return g_weight
 
 
 def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
-    """For each token the sum of its rows, in the order in which `places` names them.
+    """Sum each token's rows, in the order of `places`.
 
     Args:
-        parts: one or two matrices `[S, C]`, contiguous and of one dtype, with their scales. They are added.
+        parts: one or two matrices `[S, C]`, contiguous and of one dtype, with their scales; they are added.
         places: `[N, k]` int64, contiguous: the rows of each token.
 
     Returns:
         `[N, C]`, computed in float32 (float64 for float64) and rounded once.
 
     Raises:
-        ValueError: there are more parts, or they differ in shape.
+        ValueError: more than two parts, or parts of different shapes.
     """
     (first, scale), *rest = parts
     if len(rest) > 1 or any(part.values.shape != first.shape for part in rest):
@@ -116,7 +127,7 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
     (N, k), C = places.shape, first.shape[1]
     out = first.new_empty((N, C))
     more, more_scale = rest[0] if rest else (None, 0.0)
-    block = _block(C)
+    block = _choose_block(C)
     with torch.cuda.device_of(out):
         _sum_of_rows_kernel[(N * triton.cdiv(C, block),)](
             *(first.contiguous(), scale, more if more is None else more.contiguous(), more_scale),
@@ -126,16 +137,16 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
     return out
 
 
-def _block(columns: int) -> int:
+def _choose_block(columns: int) -> int:
     return min(_BLOCK, triton.next_power_of_2(columns))
 
 
-def _inner_arguments(inner: InnerSum) -> tuple[Tensor | float | None, ...]:
+def _get_inner_arguments(inner: InnerSum) -> tuple[Tensor | float | None, ...]:
     low_rank, scale = (None, 0.0) if inner.low_rank is None else inner.low_rank
     return inner.base, low_rank, scale, inner.bias, inner.expert
 
 
-def _gate_arguments(gate: Gate) -> tuple[float, float, float]:
+def _get_gate_arguments(gate: Gate) -> tuple[float, float, float]:
     return gate.alpha, float("inf") if gate.limit is None else gate.limit, gate.offset
 
 
@@ -150,25 +161,23 @@ def _check(inner: InnerSum, weight: Tensor, gate: Gate) -> None:
     if low_rank is not None and low_rank.values.shape != base.shape:
         raise ValueError(f"the low-rank part is {[*low_rank.values.shape]}: pass {[*base.shape]}, as of base")
     if (bias is None) != (expert is None):
-        raise ValueError("of bias and expert one is missing: pass both or neither")
+        raise ValueError("bias or expert is missing: pass both or neither")
     if bias is not None and bias.shape[-1] != base.shape[1]:
         raise ValueError(f"bias is {[*bias.shape]}: pass [E, {base.shape[1]}]")
     if weight.shape != base.shape[:1]:
         raise ValueError(f"weight is {[*weight.shape]}: pass {[len(base)]}, one for each row")
-    given = [base, *([] if low_rank is None else [low_rank.values]), *([] if bias is None else [bias])]
-    if not all(x.is_contiguous() for x in given):
+    tensors = (base, None if low_rank is None else low_rank.values, bias)
+    if not all(x is None or x.is_contiguous() for x in tensors):
         raise ValueError("gate and up are not contiguous: call contiguous() on every part")
 
 
 # F and C are specialised: Triton must know that 16 divides them for 16-byte accesses.
-
-
 @jit
 def _routed_gate_kernel(
     base, low_rank, low_rank_scale, bias, expert, weight, weight_stride, out, F, alpha, limit, offset,
     KEEP: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out `[S, F]`; with KEEP base `[S, 2F]` becomes the sum. Grid: S rows."""
+    """Write out `[S, F]`; with KEEP base `[S, 2F]` becomes the sum. Grid: S rows."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + row * weight_stride).to(tl.float32)
     for start in range(0, F, BLOCK):
@@ -193,7 +202,7 @@ def _routed_gate_backward_kernel(
     g_inner, g_weight, F, alpha, limit, offset,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g_inner `[S, 2F]`, g_weight `[S]`; g_out `[S, F]` becomes the weighted product. Grid: S rows."""
+    """Write g_inner `[S, 2F]`, g_weight `[S]`; g_out `[S, F]` becomes the weighted product. Grid: S rows."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + row * weight_stride).to(tl.float32)
     of_weight = tl.zeros([BLOCK], dtype=tl.float32)
@@ -221,7 +230,7 @@ def _routed_gate_backward_kernel(
 
 @jit
 def _places(column, F, INTERLEAVED: tl.constexpr):
-    """Where gate and up of these columns stand in a row of both."""
+    """Return where gate and up of these columns are in a row of both."""
     if INTERLEAVED:
         return 2 * column, 2 * column + 1
     else:
@@ -230,7 +239,7 @@ def _places(column, F, INTERLEAVED: tl.constexpr):
 
 @jit
 def _inner(base, low_rank, scale, bias, expert, row, column, inside, F):
-    """A part of a row of the sum, in float32, rounded as the whole sum is where it is kept."""
+    """Compute columns of a row of the sum in float32, rounded like the stored sum."""
     x = tl.load(base + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
     if low_rank is not None:
         x += scale * tl.load(low_rank + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
@@ -244,7 +253,7 @@ def _inner(base, low_rank, scale, bias, expert, row, column, inside, F):
 def _sum_of_rows_kernel(
     first, scale, more, more_scale, places, out, C, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out `[N, C]`. Grid: the blocks of BLOCK columns of each token in turn."""
+    """Write out `[N, C]`. Grid: the blocks of BLOCK columns of each token in turn."""
     blocks = tl.cdiv(C, BLOCK)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -258,19 +267,11 @@ def _sum_of_rows_kernel(
     tl.store(out + token * C + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-# GEMMs of groups of rows, each group with a matrix of its own, as routed experts have them.
-#
-# The rows of a group lie one after another, and where the groups end is read on the device: torch's grouped
-# GEMM does so in bfloat16 on GPUs of compute capability 8.0 and above. Elsewhere the groups run one by one,
-# which reads on the host where they end.
-#
-# S rows in E groups, I inputs, O outputs.
-
-_BYTES = 16  # that rows of a grouped GEMM are multiples of
+_BYTES = 16  # rows of a grouped GEMM must be multiples of this
 
 
 def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The rows of every group times the group's matrix: `[S, O]`. Without autograd.
+    """Multiply the rows of every group by the group's matrix: `[S, O]`. Without autograd.
 
     Args:
         x_SI: rows, sorted by group; every row is in one.
@@ -283,7 +284,7 @@ def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
-    """leftᵀ right of the rows of every group: `[E, I, O]`, zeros of groups without rows. Without autograd.
+    """Compute leftᵀ right of every group: `[E, I, O]`, zeros for a group without rows. Without autograd.
 
     Args:
         left_SI, right_SO: rows, sorted by group, of one dtype.
@@ -291,18 +292,14 @@ def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
     """
     if _run_grouped(left_SI, right_SO, left_SI.shape[1], right_SO.shape[1]):
         product_EIO = F.grouped_mm(left_SI.t(), right_SO, offs=ends_E)
-        # A GEMM of no rows may leave what was in the memory before
+        # A GEMM of no rows may leave its output uninitialised
         is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
         return product_EIO.masked_fill_(is_empty_E[:, None, None], 0)
     return reference.grouped_outer(left_SI, right_SO, ends_E)
 
 
 def why_not_grouped(dtype: torch.dtype, device: torch.device, *sizes: int) -> str | None:
-    """Why GEMMs in a dtype run group by group; None where they are one grouped GEMM.
-
-    Args:
-        sizes: the inputs and outputs of all of them.
-    """
+    """Explain why GEMMs of these inputs and outputs run group by group; None if as one grouped GEMM."""
     if dtype != torch.bfloat16:
         return f"torch has no grouped GEMM in {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

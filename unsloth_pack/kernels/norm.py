@@ -6,11 +6,10 @@ R rows of C features. With y = x / rms(x) * w and w = offset + weight, for each 
     gx = r * (g * w - n * mean(g * w * n)),  n = x * r
     gw = sum of g * n over the rows
 
-The backward reads x anyway, so it recomputes r rather than having the forward store it: nothing is saved but
-the inputs.
+The backward pass reads x anyway and recomputes r: only the inputs are saved.
 
-In a decoder layer x is a residual plus what is added to it, and goes on beside y. The sum is made in the same
-launch, and in the backward pass the gradient that x gets from elsewhere is added to gx.
+In a decoder layer x is a sum, the new residual, which is returned beside y. The same launch computes the sum,
+and the backward pass adds the gradient of the residual to gx.
 """
 
 from __future__ import annotations
@@ -33,26 +32,25 @@ from unsloth_pack.kernels.launch import (
     triton,
 )
 
-_TILE = 4096  # elements a program aims to hold; a longer row is still one program's
-_WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when the weight is trained
+_TILE = 4096  # elements of a program; one row may be longer
+_WEIGHT_GRAD_PROGRAMS = 512  # at most, and as many partial sums, when the weight is trained
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim.
+    """Compute x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim.
 
     Args:
-        x: `[..., C]`, any C. bfloat16, float16 or float32; float64 takes the reference path. Read in place
-            where the last dim is contiguous and the others collapse into rows of one stride.
+        x: `[..., C]`, any C. bfloat16, float16 or float32; float64 takes the reference path. Read in place if
+            the last dim is contiguous and the others collapse into rows of one stride.
         weight: `[C]`, any float dtype. Gets a gradient if it requires one, the same bits every run.
         eps: added to the mean square; positive.
         offset: 0 for a weight that starts at one (llama, qwen), 1 for one that starts at zero (gemma).
 
     Returns:
-        A fresh contiguous tensor of x's shape, computed in float32 and rounded once. Its dtype is the one
-        transformers returns: with offset 0, `promote_types(x.dtype, weight.dtype)`, because llama's norm ends
-        in `weight * x_hat.to(x.dtype)`, so that a float32 weight lifts a bfloat16 row to float32; with any
-        other offset x's dtype, because gemma's norm ends in `.type_as(x)`. Olmo 2 alone returns x's dtype
-        with offset 0; under a float32 weight the wider one is the more exact.
+        A fresh contiguous tensor of x's shape, computed in float32 and rounded once. The dtype is that of
+        transformers: with offset 0 `promote_types(x.dtype, weight.dtype)` (llama's norm ends in
+        `weight * x_hat.to(x.dtype)`), otherwise x's (gemma's ends in `.type_as(x)`). Only Olmo 2 returns x's
+        dtype with offset 0; with a float32 weight the wider one is more exact.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
@@ -68,24 +66,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, and its `rms_norm`.
+    """Compute the sum x + added, and its `rms_norm`.
 
     Args:
-        x, weight, eps, offset: as `rms_norm` takes them.
-        added: `[..., C]` of x's shape, of any of its dtypes; None to norm x itself.
+        x, weight, eps, offset: as for `rms_norm`.
+        added: `[..., C]` of x's shape, any of x's possible dtypes; None to norm x itself.
 
     Returns:
-        The sum, contiguous, of the dtype that torch gives it, or a view of x where nothing is added; and the
-        norm of the sum as rounded.
+        The sum, contiguous, of the promoted dtype (a view of x if added is None); and the norm of the rounded
+        sum.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
     """
     _check(x, weight, eps)
     if added is not None and (added.shape != x.shape or added.device != x.device):
-        raise ValueError(
-            f"added is {[*added.shape]} on {added.device} and x is {[*x.shape]} on {x.device}: pass two alike"
-        )
+        shapes = f"added is {[*added.shape]} on {added.device} and x is {[*x.shape]} on {x.device}"
+        raise ValueError(f"{shapes}: pass two alike")
     if not takes_fused_path(x, weight) or not (added is None or takes_fused_path(added, weight)):
         return reference.add_rms_norm(x, added, weight, eps, offset)
     return _AddRMSNorm.apply(x, added, weight.contiguous(), eps, offset)
@@ -131,7 +128,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float):
-    """The sum, which is x where nothing is added, and its norm."""
+    """Return x + added (x itself if added is None) and its norm."""
     (rows, row_stride), total, added_rows, added_stride = as_rows(x), None, None, 0
     if added is not None:
         added_rows, added_stride = as_rows(added)
@@ -141,7 +138,7 @@ def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: f
     R = x.numel() // C
     promoted = offset == 0 and weight.dtype != dtype
     out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype) if promoted else dtype)
-    BLOCK_R, BLOCK_C, num_warps = _blocks(C, 1)
+    BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 1)
     with torch.cuda.device_of(x):
         _norm_kernel[(-(-R // BLOCK_R),)](
             rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
@@ -159,22 +156,18 @@ def _norm_backward(
     trained: bool,
     g_x: Tensor | None = None,
 ):
-    """The gradients of x and, if it is trained (else None), of the weight.
-
-    Args:
-        g_x: the gradient that x gets from elsewhere, to be added.
-    """
+    """Return the gradients of x, plus g_x, and, if it is trained (else None), of the weight."""
     (g_rows, g_stride), (rows, row_stride) = as_rows(g_out), as_rows(x)
     other, other_stride = (None, 0) if g_x is None else as_rows(g_x)
     C = x.shape[-1]
     R = x.numel() // C
     gx = x.new_empty(x.shape)
-    BLOCK_R, BLOCK_C, num_warps = _blocks(C, 3 if trained else 2)
+    BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 3 if trained else 2)
     programs, steps, partial = -(-R // BLOCK_R), 1, None
     if trained:
         steps = max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS))
         programs = -(-programs // steps)
-        # A row a program, summed in a fixed order below: the same bits every run, unlike atomics.
+        # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
         partial = x.new_empty((programs, C), dtype=torch.float32)
     with torch.cuda.device_of(x):
         _norm_backward_kernel[(programs,)](
@@ -185,8 +178,8 @@ def _norm_backward(
 
 
 @functools.cache
-def _blocks(C: int, tiles: int) -> tuple[int, int, int]:
-    """BLOCK_R, BLOCK_C and the warps of a kernel that holds `tiles` tiles of rows at a time."""
+def _choose_blocks(C: int, tiles: int) -> tuple[int, int, int]:
+    """Choose BLOCK_R, BLOCK_C and the warps of a kernel that holds `tiles` tiles of rows at a time."""
     BLOCK_C = triton.next_power_of_2(C)
     BLOCK_R = floor_power_of_2(_TILE // (tiles * BLOCK_C))
     num_warps = min(MAX_WARPS, floor_power_of_2(tiles * BLOCK_R * BLOCK_C // (32 * PER_THREAD)))
@@ -194,12 +187,10 @@ def _blocks(C: int, tiles: int) -> tuple[int, int, int]:
 
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    """Raise ValueError unless shapes, dtypes and devices fit together."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or not weight.shape[0]:
-        raise ValueError(
-            f"x {[*x.shape]} needs a weight of its last dim, not {[*weight.shape]}: pass x [.., C] "
-            "and weight [C]"
-        )
+        shapes = f"x {[*x.shape]} needs a weight of its last dim, not {[*weight.shape]}"
+        raise ValueError(f"{shapes}: pass x [.., C] and weight [C]")
     if not x.is_floating_point() or not weight.is_floating_point():
         raise ValueError(f"x is {x.dtype} and weight is {weight.dtype}: cast both to a floating dtype")
     if weight.device != x.device:
@@ -213,7 +204,7 @@ def _norm_kernel(
     x, added, weight, total, out, eps, offset, R, x_sr, added_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """out `[R, C]`: x normed, or total `[R, C]`, which is x + added. Grid: blocks of BLOCK_R rows."""
+    """Write out `[R, C]`: the norm of x, or of total `[R, C]` = x + added. Grid: blocks of BLOCK_R rows."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     dim = tl.arange(0, BLOCK_C)[None, :]
     x_RC = _load_rows(x, row, dim, R, x_sr, C)
@@ -231,11 +222,10 @@ def _norm_backward_kernel(
     g, x, weight, other, gx, partial, eps, offset, R, steps, g_sr, x_sr, other_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """gx `[R, C]`: the gradient of x.
+    """Write gx `[R, C]`: the gradient of x.
 
-    other: `[R, C]`, the gradient that x gets from elsewhere, or None.
-    partial: float32 `[programs, C]`, each program's share of the weight's gradient, or None where that is not
-        wanted.
+    other: `[R, C]`, added to gx, or None.
+    partial: float32 `[programs, C]`, each program's share of the weight's gradient, or None.
     Grid: programs that each take `steps` blocks of BLOCK_R rows in turn.
     """
     dim = tl.arange(0, BLOCK_C)[None, :]
@@ -264,7 +254,7 @@ def _norm_backward_kernel(
 @jit
 def _load_rows(x, row, dim, R, x_sr, C: tl.constexpr):
     mask_RC = (row < R) & (dim < C)
-    # int64: a slice of a long fused row passes 2³¹ elements.
+    # int64: a slice of a long fused row can exceed 2³¹ elements.
     return tl.load(x + row.to(tl.int64) * x_sr + dim, mask=mask_RC, other=0.0).to(tl.float32)
 
 
@@ -281,7 +271,7 @@ def _load_weight(weight, dim, offset, C: tl.constexpr):
 
 @jit
 def _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C: tl.constexpr):
-    """The rows' gradients, the rows before the weight, and the scale that normed them."""
+    """Return the rows' gradients, the normed rows before the weight, and their scale."""
     x_RC = _load_rows(x, row, dim, R, x_sr, C)
     g_RC = _load_rows(g, row, dim, R, g_sr, C)
     scale = _inverse_rms(x_RC, eps, C)
@@ -296,6 +286,6 @@ def _inverse_rms(x_RC, eps, C: tl.constexpr):
 
 @jit
 def _through_rms(gn_RC, n_RC, scale, C: tl.constexpr):
-    """The gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
+    """Return the gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
     mean = tl.sum(gn_RC * n_RC, axis=1, keep_dims=True) / C
     return scale * (gn_RC - n_RC * mean)

@@ -1,10 +1,14 @@
-"""Rows in eight bits, and the GEMM of them.
+"""Quantise rows to eight bits, multiply them, and dequantise eight and four bits.
 
-x ≈ q * s: q in e4m3 (Micikevicius et al. 2022, "FP8 formats for deep learning"), one float32 scale
-s = max|x| / 448 for every row.
+fp8: x ≈ q * s, q in e4m3 (Micikevicius et al. 2022, "FP8 formats for deep learning") and one float32 scale
+s = max|x| / 448 for every row. One GEMM gives the gradient of an input that several layers share: their
+gradients lie side by side in one matrix, and so do their transposed weights. The sum is rounded to 16 bits
+once.
 
-The gradient of an input that several layers share is one GEMM: the layers' gradients lie side by side in one
-matrix, and so do their transposed weights. The sum over all of them is rounded to 16 bits once.
+Four bits, as in bitsandbytes: x = code[q] * s, with s = s₈-code[s₈] * s' + offset if the scales are in eight
+bits (Dettmers et al. 2023, "QLoRA", section 3, "Double Quantization"). n blocks with one scale each; two
+elements a byte, the first in the upper half. bitsandbytes dequantises the scales in two launches of their
+own.
 
 Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`, ΣO those of all weights over one input.
 """
@@ -30,9 +34,9 @@ from unsloth_pack.kernels.launch import (
 )
 from unsloth_pack.kernels.reference import NestedScales
 
-_ELEMENTS = 4096  # that a program dequantises
-_COLUMNS = 512  # of these, at most
-_TILE = 64  # rows and columns that a program transposes
+_ELEMENTS = 4096  # of a program that dequantises
+_MAX_COLUMNS = 512  # of a program that dequantises
+_TILE = 64  # rows and columns of a program that transposes
 _MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
 
 
@@ -48,11 +52,11 @@ class Fp8Rows(NamedTuple):
     scale: Tensor
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """`[N, C]` in `dtype`, computed in float32 and rounded once, in one launch."""
+        """Return `[N, C]` in `dtype`, computed in float32 and rounded once, in one launch."""
         if not takes_fused_path(self.scale, self.scale) or dtype not in FUSED_DTYPES:
             return reference.dequantize_rows(self.values, self.scale, dtype)
         (N, C), out = self.values.shape, self.values.new_empty(self.values.shape, dtype=dtype)
-        block = min(_COLUMNS, triton.next_power_of_2(C))
+        block = min(_MAX_COLUMNS, triton.next_power_of_2(C))
         rows = _ELEMENTS // block
         with torch.cuda.device_of(out):
             _dequantize_kernel[(triton.cdiv(N, rows), triton.cdiv(C, block))](
@@ -62,7 +66,7 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Columns(NamedTuple):
-    """Weights over one input, transposed and side by side: the gradient of the input is a product with them.
+    """Weights over one input, transposed and side by side, for the gradient of that input.
 
     Args:
         values: `[I, ΣO]` float8_e4m3fn, contiguous.
@@ -74,12 +78,12 @@ class Fp8Columns(NamedTuple):
 
 
 def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> Fp8Rows:
-    """`[N, C]` to e4m3, each row scaled by its largest element, in one launch.
+    """Quantise `[N, C]` to e4m3, each row scaled by its largest element, in one launch.
 
     Args:
         parts: the matrix, or its columns in several parts `[N, C_p]` of one dtype: bfloat16, float16 or
             float32. Rows of zeros give zeros.
-        column_scales: `[C_p, 1]` float32 for each part; the columns are multiplied by them first.
+        column_scales: `[C_p, 1]` float32 for each part; columns are multiplied by them first.
     """
     if not all(takes_fused_path(part, part) for part in parts):
         return Fp8Rows(*reference.quantize_rows(*parts, column_scales=column_scales))
@@ -89,21 +93,19 @@ def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None)
     scale = parts[0].new_empty((N, 1), dtype=torch.float32)
     blocks = tuple(map(triton.next_power_of_2, widths))
     num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) // (32 * PER_THREAD)))
-    of_columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
+    columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
     with torch.cuda.device_of(values):
         _quantize_kernel[(N,)](
-            rows, strides, widths, of_columns, values, scale, sum(widths), blocks, num_warps=num_warps
+            rows, strides, widths, columns, values, scale, sum(widths), blocks, num_warps=num_warps
         )
     return Fp8Rows(values, scale)
 
 
 def fp8_linear(x: Fp8Rows, weight: Fp8Rows, out: Tensor) -> Tensor:
-    """x Wᵀ from `[N, I]` and `[O, I]`, accumulated in float32.
-
-    On a GPU I and O are multiples of 16.
+    """Write x Wᵀ to out, from `[N, I]` and `[O, I]`, accumulated in float32.
 
     Args:
-        out: `[N, O]`, contiguous, on a GPU bfloat16; the result is written there.
+        out: `[N, O]`, contiguous. On a GPU bfloat16, and I and O multiples of 16.
     """
     if not out.is_cuda:
         return reference.fp8_linear(x, weight, out)
@@ -111,23 +113,23 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, out: Tensor) -> Tensor:
 
 
 def fp8_transposed(weights: Sequence[Fp8Rows]) -> Fp8Columns:
-    """Weights `[O, I]` over one input as `fp8_linear_backward` takes them, in one launch."""
+    """Transpose weights `[O, I]` over one input for `fp8_linear_backward`, in one launch."""
     values, scales = zip(*weights, strict=True)
     if not values[0].is_cuda:
         return Fp8Columns(*reference.fp8_transposed(weights))
-    return Fp8Columns(_side_by_side(values), scales)
+    return Fp8Columns(_transpose_side_by_side(values), scales)
 
 
 def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) -> Tensor:
-    """Σ g W, the gradient of x.
+    """Write Σ g W, the gradient of x, to out.
 
-    The sum runs over the rows of every W, each with its own scale, so g takes in the scales before it is
-    quantised. In the sum a g counts as much as its elements are large, so that one scale for a row of all g
-    is as exact as one for each: what is small beside the row's largest element is small in the result.
+    The sum runs over the rows of every W, each with a scale, so g is multiplied by them before it is
+    quantised.
+    One scale for a row of all g is as exact as one each: small elements of the row are small in the sum.
 
     Args:
         gs: `[N, O]` of each weight.
-        out: `[N, I]`, contiguous, on a GPU bfloat16; the result is written there.
+        out: `[N, I]`, contiguous, on a GPU bfloat16.
     """
     if not out.is_cuda:
         return reference.fp8_linear_backward(gs, weights, out)
@@ -136,20 +138,13 @@ def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) 
 
 
 def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    product: Tensor = torch._scaled_mm(
-        x.values,
-        values.t(),
-        scale_a=x.scale,
-        scale_b=scale.t(),
-        out_dtype=out.dtype,
-        use_fast_accum=True,
-        out=out,
-    )
-    return product
+    scales = (x.scale, scale.t())
+    torch._scaled_mm(x.values, values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    return out
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The transposed parts `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
+def _transpose_side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Transpose parts `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
     C, heights = parts[0].shape[1], tuple(map(len, parts))
     out = parts[0].new_empty((C, sum(heights)))
     grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
@@ -161,7 +156,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 @jit
 def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BLOCKS: tl.constexpr):
-    """values `[N, C]` and scale `[N, 1]` of the parts side by side. Grid: N rows."""
+    """Write values `[N, C]` and scale `[N, 1]` of the parts side by side. Grid: N rows."""
     row = tl.program_id(0).to(tl.int64)
     largest = 0.0
     loaded = tl.tuple(())
@@ -185,7 +180,7 @@ def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BL
 
 @jit(do_not_specialize=["N"])
 def _dequantize_kernel(values, scale, out, N, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out `[N, C]`. Grid: blocks of rows, blocks of columns."""
+    """Write out `[N, C]`. Grid: blocks of rows, blocks of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < N)[:, None] & (column < C)[None, :]
@@ -197,7 +192,7 @@ def _dequantize_kernel(values, scale, out, N, C, ROWS: tl.constexpr, BLOCK: tl.c
 
 @jit
 def _transpose_kernel(parts, heights, out, R, C, TILE: tl.constexpr):
-    """out `[C, R]`: the transposed parts side by side. Grid: tiles of each part's rows, tiles of columns."""
+    """Write out `[C, R]`: the transposed parts side by side. Grid: tiles of all parts' rows, of columns."""
     tile = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     start = out
@@ -213,33 +208,20 @@ def _transpose_kernel(parts, heights, out, R, C, TILE: tl.constexpr):
         start += heights[i]
 
 
-# Weights in four bits made whole again in one launch, as bitsandbytes holds them.
-#
-#     x = code[q] * s      s = s₈-code[s₈] * s' + offset where the scales are held in eight bits themselves
-#
-# (Dettmers et al. 2023, "QLoRA", section 3, "Double Quantization"). bitsandbytes itself makes the scales
-# whole
-# first, in two launches of their own.
-#
-# n blocks of some elements with one scale each; two elements a byte, the first in the upper half.
-
-_NF4_ELEMENTS = 4096  # of a program
-
-
 def dequantize_4bit(
     packed: Tensor, code: Tensor, scales: Tensor | NestedScales, block: int, dtype: torch.dtype
 ) -> Tensor:
-    """What quantised elements stand for, computed in float32 and rounded once.
+    """Dequantise four-bit elements, computed in float32 and rounded once.
 
     Args:
         packed: `[n * block / 2]` uint8.
-        code: `[16]` float32, what each of the sixteen values stands for.
+        code: `[16]` float32, the meaning of each of the sixteen values.
         scales: `[n]` float32, one for each block, or these in eight bits.
         block: elements of a block, a power of 2 from 32 on.
         dtype: of the result.
 
     Returns:
-        `[n * block]`, the same bits as by bitsandbytes.
+        `[n * block]`, bit for bit as by bitsandbytes.
 
     Raises:
         ValueError: the sizes do not fit together.
@@ -248,14 +230,12 @@ def dequantize_4bit(
     if block < 32 or block & (block - 1):
         raise ValueError(f"block is {block}: pass a power of 2 from 32 on")
     if packed.dtype != torch.uint8 or packed.shape != (n * block // 2,):
-        raise ValueError(
-            f"packed is {[*packed.shape]} of {packed.dtype}: pass [{n * block // 2}] of torch.uint8, for {n} "
-            f"blocks of {block}"
-        )
+        needed = f"[{n * block // 2}] of torch.uint8, for {n} blocks of {block}"
+        raise ValueError(f"packed is {[*packed.shape]} of {packed.dtype}: pass {needed}")
     if not takes_fused_path(code, code):
         return reference.dequantize_4bit(packed, code, scales, block, dtype)
     out = torch.empty(n * block, dtype=dtype, device=packed.device)
-    blocks = max(1, _NF4_ELEMENTS // block)
+    blocks = max(1, _ELEMENTS // block)
     parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
     with torch.cuda.device_of(packed):
         _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
@@ -271,7 +251,7 @@ def _dequantize_nf4_kernel(
     packed, code, scales, scale_code, outer_scales, offset, GROUP: tl.constexpr, out, n,
     BLOCKS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """out `[n, 2 * PAIRS]`. Grid: BLOCKS blocks each."""
+    """Write out `[n, 2 * PAIRS]`. Grid: BLOCKS blocks each."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < n
     scale = tl.load(scales + block, mask=exists, other=0)

@@ -1,6 +1,8 @@
-"""The kernels in plain torch: slow, obvious, differentiable by autograd. The tests compare with them.
+"""The kernels in plain torch, differentiable by autograd. Tests compare with them; CPUs run them.
 
-B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
+Each has the contract of its namesake in `unsloth_pack.kernels`. It computes in float32, or float64 if an
+input is float64, and rounds once. B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D
+rotated dims.
 """
 
 from __future__ import annotations
@@ -15,24 +17,22 @@ from torch import Tensor
 
 from unsloth_pack.kernels.head import ExtraLogits
 
-# What the kernels of routed experts compute, in plain torch: their oracles, and what runs on a CPU.
-
 
 class Scaled(NamedTuple):
-    """A matrix and what it is multiplied by before it is added to another."""
+    """A matrix and its factor."""
 
     values: Tensor
     scale: float
 
 
 class Gate(NamedTuple):
-    """How the outputs of gate and up become their product: act(min(gate, limit)) * (clamp(up) + offset).
+    """The product of gate and up: act(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
 
     Args:
         activation: as for `gated`.
         alpha: act is x * σ(alpha x); 1 for SiLU. Any other only with "silu".
-        limit: gate stays below it, and up between minus it and it. None for no limit.
-        offset: what is added to up.
+        limit: of gate from above, and of up from both sides; None for none.
+        offset: added to up.
         interleaved: gate and up alternate among the columns; otherwise gate comes first.
     """
 
@@ -43,14 +43,14 @@ class Gate(NamedTuple):
     interleaved: bool = False
 
     def halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up `[.., F]` of `[.., 2F]`, as views."""
+        """Return gate and up `[.., F]` of `[.., 2F]`, as views."""
         if self.interleaved:
             return gate_up[..., ::2], gate_up[..., 1::2]
         gate, up = gate_up.chunk(2, dim=-1)
         return gate, up
 
     def product(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The product, in torch's own operations and with autograd."""
+        """Compute the product with autograd."""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         x = self.alpha * gate
@@ -59,13 +59,13 @@ class Gate(NamedTuple):
 
 
 class InnerSum(NamedTuple):
-    """The outputs of gate and up in its parts: base + scale * low_rank + bias[expert], rounded once.
+    """The outputs of gate and up in parts: base + scale * low_rank + bias[expert], rounded once.
 
     Args:
         base: `[S, 2F]`.
         low_rank: `[S, 2F]` and its scale, or None.
         bias: `[E, 2F]`, or None.
-        expert: `[S]` integers: whose bias a row gets. None without a bias.
+        expert: `[S]` integers, the expert of each row. None without a bias.
     """
 
     base: Tensor
@@ -74,7 +74,7 @@ class InnerSum(NamedTuple):
     expert: Tensor | None = None
 
     def total(self) -> Tensor:
-        """`[S, 2F]` in the dtype of `base`."""
+        """Return the sum `[S, 2F]` in the dtype of `base`."""
         wide = self.base.to(_wide(self.base), copy=True)
         if self.low_rank is not None:
             wide += self.low_rank.scale * self.low_rank.values
@@ -85,7 +85,6 @@ class InnerSum(NamedTuple):
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
-    """The contract is `unsloth_pack.kernels.routed_gate_`'s."""
     total = inner.total()
     if keep:
         inner.base.copy_(total)
@@ -96,7 +95,6 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
 def routed_gate_backward_(
     g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
 ) -> Tensor:
-    """The contract is `unsloth_pack.kernels.routed_gate_backward_`'s."""
     total = inner.total().to(_wide(g_out)).requires_grad_()
     g = g_out.to(total.dtype)
     if of_g_out is not None:
@@ -113,7 +111,6 @@ def routed_gate_backward_(
 
 
 def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
-    """The contract is `unsloth_pack.kernels.sum_of_rows`'s."""
     first = parts[0].values
     total = first.new_zeros(len(places), first.shape[1], dtype=_wide(first))
     for column in places.t():
@@ -123,33 +120,30 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
 
 
 def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """The contract is `unsloth_pack.kernels.grouped_mm`'s. Reads on the host where the groups end."""
+    """Multiply group by group. The host waits for the ends of the groups."""
     y_SO = x_SI.new_empty((len(x_SI), weight_EIO.shape[2]))
-    for group, rows in _groups(ends_E):
+    for group, rows in _list_groups(ends_E):
         torch.mm(x_SI[rows], weight_EIO[group], out=y_SO[rows])
     return y_SO
 
 
 def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
-    """The contract is `unsloth_pack.kernels.grouped_outer`'s. Reads on the host where the groups end."""
+    """Multiply group by group. The host waits for the ends of the groups."""
     product_EIO = left_SI.new_zeros((len(ends_E), left_SI.shape[1], right_SO.shape[1]))
-    for group, rows in _groups(ends_E):
+    for group, rows in _list_groups(ends_E):
         torch.mm(left_SI[rows].t(), right_SO[rows], out=product_EIO[group])
     return product_EIO
 
 
-def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
-    """The groups that have rows."""
+def _list_groups(ends_E: Tensor) -> list[tuple[int, slice]]:
+    """List the groups that have rows, and their rows."""
     ends = ends_E.tolist()
-    rows = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return [(group, own) for group, own in enumerate(rows) if own.start < own.stop]
+    bounds = zip([0, *ends[:-1]], ends, strict=True)
+    return [(group, slice(start, end)) for group, (start, end) in enumerate(bounds) if start < end]
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-# What the kernels of MLPs compute, in plain torch: their oracles, and what runs on a CPU.
 
 
 class LowRank(NamedTuple):
@@ -166,13 +160,7 @@ class LowRank(NamedTuple):
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, where act is "silu" or "gelu_tanh".
-
-    The contract is `unsloth_pack.kernels.mlp`'s. Computes in float32, or float64 if an input is, and rounds
-    once.
-
-    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
-    """
+    """Compute act(gate) * up, where act is "silu" or "gelu_tanh"."""
     promoted = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.promote_types(promoted, torch.float32)
     x = gate.to(wide)
@@ -181,13 +169,13 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)². The contract is `unsloth_pack.kernels.relu2`'s."""
-    return F.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square().to(x.dtype)
+    """Compute max(x, 0)²."""
+    return F.relu(x.to(_wide(x))).square().to(x.dtype)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """xIELU. The contract is `unsloth_pack.kernels.xielu`'s."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    """Compute xIELU."""
+    wide = x.to(_wide(x))
     beta, eps = beta.detach().to(wide.dtype), eps.detach().to(wide.dtype)
     above = F.softplus(alpha_p.to(wide.dtype)) * wide.square()
     below = (beta + F.softplus(alpha_n.to(wide.dtype))) * (torch.minimum(wide, eps).expm1() - wide)
@@ -197,10 +185,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 def gated_lora_(
     gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
 ) -> Tensor:
-    """act(gate + of_gate) * (up + of_up); with `store` gate and up become the sums.
-
-    The contract is `unsloth_pack.kernels.gated_lora_`'s.
-    """
+    """Compute act(gate + of_gate) * (up + of_up); with `store` gate and up become the sums."""
     sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
     if store:
         gate.copy_(sums[0])
@@ -219,49 +204,41 @@ def gated_lora_backward_(
     g_gate: Tensor,
     g_up: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of the sums into g_gate and g_up; g_out becomes the product. Returns products with lefts.
-
-    The contract is `unsloth_pack.kernels.gated_lora_backward_`'s.
-    """
-    wide = torch.promote_types(gate.dtype, torch.float32)
+    """Write the sums' gradients to g_gate and g_up, the product to g_out; return products with lefts."""
+    wide = _wide(gate)
     x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
     with torch.enable_grad():
         product = gated(x, u, activation)
     grads = torch.autograd.grad(product, (x, u), _sum(g_out, of_g_out))
     products: list[Tensor | None] = []
-    for into, made, part in zip(
-        (g_out, g_gate, g_up), (product, *grads), (of_g_out, of_gate, of_up), strict=True
-    ):
-        into.detach().copy_(made.detach())
-        products.append(None if part is None else into.detach().t().to(wide) @ part.left.to(wide))
+    outputs, parts = (g_out, g_gate, g_up), (of_g_out, of_gate, of_up)
+    for output, result, part in zip(outputs, (product, *grads), parts, strict=True):
+        output.detach().copy_(result.detach())
+        products.append(None if part is None else output.detach().t().to(wide) @ part.left.to(wide))
     return products
 
 
 def _sum(x: Tensor, part: LowRank | None) -> Tensor:
-    """x plus the part, in float32 or wider."""
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    """Add the part to x, in float32 or wider."""
+    wide = x.detach().to(_wide(x), copy=True)
     if part is None:
         return wide
     left, right = part.left.to(wide.dtype), part.right.to(wide.dtype)
     return wide.addmm_(left, right.t(), alpha=part.scale)
 
 
-# In a file of their own, found here as all oracles are
-
 Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
 
 
 class TokenScores(NamedTuple):
-    """Of every row of hidden, in the shape of the labels; 0 (False) where there is no label.
+    """Scores in the shape of the labels; 0 (False) without a label, None if not in `fields`.
 
     Args:
         log_prob: of the label; float32 (float64 for float64), differentiable.
         entropy: of the distribution over the V outputs, in nats; likewise.
-        is_top1: whether the label has the greatest logit, and none before it an equal one; bool.
+        is_top1: True if the label has the first greatest logit.
         mean_logit: over the V outputs; without gradient.
         log_sum_sq_probs: the logarithm of the sum of squared probabilities; without gradient.
-
-    What was not asked for is None.
     """
 
     log_prob: Tensor
@@ -299,13 +276,10 @@ def rope_qk(
     qk_norm: QKNorm | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k, where asked, and turn each pair of dims by its token's angle.
+    """Norm q and k, with qk_norm, and rotate each pair of dims by its token's angle.
 
-    The contract is `unsloth_pack.kernels.rope_qk`'s. Computes in float32, or float64 for float64 inputs, and
-    rounds once, to the inputs' dtype.
-
-    Source: Su et al. 2021, "RoFormer", eq. 34, whose pairs are neighbours. Otherwise a pair's dims are R/2
-    apart (transformers' `rotate_half`).
+    In Su et al. 2021, "RoFormer", eq. 34, pairs are neighbours; without `interleaved` the dims of a pair are
+    R/2 apart (transformers' `rotate_half`).
     """
     R = cos.shape[-1]
     cos, sin = cos[..., : R // 2], sin[..., : R // 2]  # the second half of the tables repeats the first
@@ -316,7 +290,7 @@ def rope_qk(
     else:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # [B, H, T, D]: the head is axis -3
 
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q)
     q_wide, k_wide, cos, sin = q.to(wide), k.to(wide), cos.to(wide), sin.to(wide)
     if qk_norm is not None:
         q_wide = _rms_norm(q_wide, qk_norm.q_weight, qk_norm)
@@ -329,8 +303,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
     if interleaved:
         x1, x2, rest = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
-        turned = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).flatten(-2)
-        return torch.cat([turned, rest], dim=-1)
+        rotated = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).flatten(-2)
+        return torch.cat([rotated, rest], dim=-1)
     x1, x2, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
 
@@ -345,13 +319,7 @@ def _rms_norm(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim.
-
-    The contract is `unsloth_pack.kernels.rms_norm`'s. Computes in float32, or float64 if an input is, and
-    rounds once.
-
-    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
-    """
+    """Compute x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim."""
     promoted = torch.promote_types(x.dtype, weight.dtype)
     wide = torch.promote_types(promoted, torch.float32)
     x_wide, weight = x.to(wide), weight.to(wide)
@@ -362,13 +330,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + added, and its `rms_norm`. The contract is `unsloth_pack.kernels.add_rms_norm`'s."""
+    """Compute the sum x + added, and its `rms_norm`."""
     total = x.view_as(x) if added is None else x + added
     return total, rms_norm(total, weight, eps, offset)
 
 
 class NestedScales(NamedTuple):
-    """Scales of n blocks, held in eight bits: code[values] * scale + offset.
+    """Scales of n blocks in eight bits: code[values] * scale + offset.
 
     Args:
         values: `[n]` uint8.
@@ -396,14 +364,10 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which a token sees itself and the tokens before it in its segment.
-
-    The contract is `unsloth_pack.kernels.attention`'s. Computes in float32, or float64 for float64
-    inputs, and rounds once.
-    """
+    """Attend causally within each segment."""
     lengths = cu_seqlens.diff().tolist()
     group = q.shape[1] // k.shape[1]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q)
     outs = []
     for q_LHD, k_LKD, v_LKD in zip(*(x.to(wide).split(lengths) for x in (q, k, v)), strict=True):
         k_LHD, v_LHD = (x.repeat_interleave(group, dim=1) for x in (k_LKD, v_LKD))
@@ -429,7 +393,7 @@ def _logits(
     scale: float,
     extra: ExtraLogits | None,
 ) -> Tensor:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = _wide(hidden)
     logits = F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if extra is not None and extra.b is not None:
         logits = logits + extra.h.to(wide) @ extra.b.to(wide).t()
@@ -450,11 +414,7 @@ def linear_cross_entropy(
     extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
-
-    The contract is `unsloth_pack.kernels.linear_cross_entropy`'s, but for all logits at once. Computes in
-    float32, or float64 if an input is.
-    """
+    """Compute the mean cross-entropy of labels, from all logits at once."""
     logits = _logits(hidden, weight, bias, softcap, scale, extra)
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
     return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
@@ -471,10 +431,7 @@ def token_scores(
     extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
-    """Scores of labels, from all logits at once.
-
-    The contract is `unsloth_pack.kernels.token_scores`'s. Computes in float32, or float64 if an input is.
-    """
+    """Compute scores of labels, from all logits at once."""
     logits = _logits(hidden, weight, bias, softcap, scale, extra)
     has_label = labels != -100
     log_p = logits.log_softmax(-1)
@@ -502,7 +459,7 @@ def dequantize_4bit(
 
 
 def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Parts `[N, C_p]`, side by side, to e4m3 values and a float32 scale `[N, 1]`, by each row's largest."""
+    """Quantise parts `[N, C_p]`, side by side, to e4m3 values and a float32 scale `[N, 1]`."""
     x = torch.cat(parts, dim=1).float()
     if column_scales is not None:
         x = x * torch.cat(list(column_scales)).t()
@@ -515,13 +472,13 @@ def dequantize_rows(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-    """x Wᵀ, written to out `[N, O]`, from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
+    """Write x Wᵀ to out `[N, O]`, from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
     (x_values, x_scale), (w_values, w_scale) = x, weight
     return out.copy_((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t())
 
 
 def fp8_transposed(weights: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The transposed values of weights `[O, I]` side by side, and the scales of each weight."""
+    """Return the transposed values of weights `[O, I]` side by side, and the scales of each weight."""
     values, scales = zip(*weights, strict=True)
     joined = torch.cat([v.view(torch.uint8) for v in values]).t().contiguous()
     return joined.view(torch.float8_e4m3fn), scales
@@ -530,15 +487,15 @@ def fp8_transposed(weights: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tu
 def fp8_linear_backward(
     gs: Sequence[Tensor], weights: tuple[Tensor, tuple[Tensor, ...]], out: Tensor
 ) -> Tensor:
-    """Σ g W, written to out `[N, I]`, from `[N, O]` of each weight; g is quantised with the scales in it."""
+    """Write Σ g W to out `[N, I]`, from `[N, O]` of each weight; g is quantised with the scales in it."""
     w_values, w_scales = weights
     g_values, g_scale = quantize_rows(*gs, column_scales=w_scales)
     return out.copy_((g_values.float() * g_scale) @ w_values.float().t())
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
-    """x / (1 - p) where an element is kept, else 0. The contract is `unsloth_pack.kernels.dropout`'s."""
-    (n_rows, n_columns), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
+    """Drop elements with probability p and scale the others by 1 / (1 - p)."""
+    (n_rows, n_columns), wide = x.shape, _wide(x)
     counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]
     words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)
@@ -548,18 +505,18 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
 
 
 def dropout_threshold(p: float) -> int:
-    """The least of 2¹⁶ numbers that keeps an element."""
+    """Return the least 16-bit number whose element is not dropped."""
     return round(p * 2**16)
 
 
 def dropout_scale(p: float) -> float:
-    """The factor on kept elements that keeps the mean: 1 / (1 - p), with p as rounded."""
-    n_keeping = 2**16 - dropout_threshold(p)
-    return 2**16 / n_keeping if n_keeping else 0.0
+    """Return the factor on remaining elements, 1 / (1 - p) with the rounded p; 0 if none remain."""
+    n_remaining = 2**16 - dropout_threshold(p)
+    return 2**16 / n_remaining if n_remaining else 0.0
 
 
 def _philox(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-7 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
+    """Compute Philox 4x32-7 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
     low = 2**32 - 1
     k0, k1 = key & low, key >> 32 & low
     c0, c1 = torch.broadcast_tensors(c0, c1)

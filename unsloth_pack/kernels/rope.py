@@ -1,10 +1,17 @@
 """QK-norm and rotary embedding of q and k in one launch, forward and backward.
 
-A program owns a few tokens of both q and k, so it reads their angles once. The rotation's transpose is the
-rotation by -θ: the backward is the same kernel and needs nothing of q and k. With a norm it reads them again
-and recomputes their scale.
+A program owns a few tokens of both q and k, so it reads their angles once. The transposed rotation is the
+rotation by -θ: the backward pass is the same kernel and needs neither q nor k. With a norm it reads them
+again and recomputes their scale.
 
 B rows of T tokens, N = B * T, H heads (HQ of q, HK of k), D head dim, R <= D rotated dims, P = D / 2 pairs.
+A tile `x1_THP` holds the first dim of each pair for a few tokens and all their heads, `x2_THP` the second:
+
+    dims of a head | 0 .. R/2 | R/2 .. R | R .. (R + D)/2 | (R + D)/2 .. D |
+    in its pairs   |  first   |  second  |     first      |     second     |
+    rotated by     |          θ          |  0: the tail stays as it is     |
+
+Interleaved, the pairs of the first R dims are neighbours instead: 0 and 1, 2 and 3, and so on.
 """
 
 from __future__ import annotations
@@ -27,17 +34,6 @@ from unsloth_pack.kernels.launch import (
 )
 from unsloth_pack.kernels.reference import QKNorm
 
-# The Triton kernels of `rope_qk`: what one program computes.
-#
-# N tokens, H heads (HQ of q, HK of k), D head dim, R <= D rotated dims, P = D / 2 pairs.
-# A tile `x1_THP` holds the first dim of each pair for a few tokens and all their heads, `x2_THP` the second:
-#
-#     dims of a head | 0 .. R/2 | R/2 .. R | R .. (R + D)/2 | (R + D)/2 .. D |
-#     in its pairs   |  first   |  second  |     first      |     second     |
-#     turned by      |          θ          |  0: the tail, if any, is as it was  |
-#
-# Interleaved, the pairs of the first R dims are neighbours instead: 0 and 1, 2 and 3, and so on.
-
 _jit = jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengths
 
 
@@ -51,15 +47,14 @@ def turn_kernel(
     INTERLEAVED: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and turned by θ times direction.
+    """Write q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and rotated by θ * direction.
 
-    The direction, 1.0 or -1.0, is no constant: one compilation serves the forward and the backward pass.
-
+    direction: 1.0 or -1.0; no constant, so that one compilation serves forward and backward.
     Grid: blocks of BLOCK_T tokens.
     """
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     dims1, dims2, mask_P = _pairs(D, R, INTERLEAVED, BLOCK_P)
-    # The lookup heads a chain of two loads, so it goes first; the angles, which wait for it, come last.
+    # The angles wait for the lookup: it goes first, they come last.
     row_T = _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr)
     q1, q2 = _load_pairs(q, dims1, dims2, mask_P, token_T, N, T, q_sb, q_st, q_sh, q_sd, HQ, BLOCK_HQ)
     k1, k2 = _load_pairs(k, dims1, dims2, mask_P, token_T, N, T, k_sb, k_st, k_sh, k_sd, HK, BLOCK_HK)
@@ -89,10 +84,10 @@ def norm_backward_kernel(
     INTERLEAVED: tl.constexpr, FLAT: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """gq, gk `[N, H, D]`: the gradients of q, k.
+    """Write gq, gk `[N, H, D]`: the gradients of q, k.
 
     q_partial, k_partial: float32 `[programs, D or H * D]`, each program's share of the weights' gradients, or
-        None where those are not wanted.
+        None.
     Grid: programs that each take STEPS blocks of BLOCK_T tokens in turn.
     """
     dims1, dims2, mask_P = _pairs(D, R, INTERLEAVED, BLOCK_P)
@@ -136,7 +131,7 @@ def norm_backward_kernel(
 
 @_jit
 def _pairs(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The first and the second dim of each pair, and whether the pair exists: `[1, 1, P]`."""
+    """Return the first and the second dim of each pair, and whether the pair exists: `[1, 1, P]`."""
     pair = tl.arange(0, BLOCK_P)[None, None, :]
     dims1, dims2 = pair, pair + D // 2
     if R < D:
@@ -155,7 +150,7 @@ def _load_pairs(
     token = token_T[:, None, None]
     head = tl.arange(0, BLOCK_H)[None, :, None]
     mask_THP = (token < N) & (head < H) & mask_P
-    # int64 throughout: a slice of a long fused row passes 2³¹ elements.
+    # int64: a slice of a long fused row can exceed 2³¹ elements.
     start = x + (token // T).to(tl.int64) * sb + (token % T).to(tl.int64) * st + head.to(tl.int64) * sh
     x1_THP = tl.load(start + dims1.to(tl.int64) * sd, mask=mask_THP, other=0.0)
     x2_THP = tl.load(start + dims2.to(tl.int64) * sd, mask=mask_THP, other=0.0)
@@ -177,7 +172,7 @@ def _store_pairs(
 
 @_jit
 def _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr):
-    """Where each token's row of cos and sin starts."""
+    """Return where each token's row of cos and sin starts."""
     row_T = (token_T // T).to(tl.int64) * lookup_sb + (token_T % T).to(tl.int64) * lookup_st
     if position_ids is not None:
         row_T = tl.load(position_ids + row_T, mask=token_T < N, other=0).to(tl.int64) * table_sr
@@ -186,7 +181,7 @@ def _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr):
 
 @_jit
 def _load_angles(cos, sin, row_T, token_T, N, table_sc, R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """cos θ and sin θ of each pair, `[T, P]`; θ is 0 for the pairs of dims past R."""
+    """Load cos θ and sin θ of each pair, `[T, P]`; θ is 0 for the pairs of dims past R."""
     pair = tl.arange(0, BLOCK_P)[None, :]
     mask_TP = (token_T[:, None] < N) & (pair < R // 2)
     where = row_T[:, None] + pair.to(tl.int64) * table_sc
@@ -203,7 +198,7 @@ def _rotate(x1_THP, x2_THP, cos_TP, sin_TP):
 
 @_jit
 def _mean(x_THP, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
-    """The mean over what one norm spans, given the sums of pairs: `[T, H, 1]`, or `[T, 1, 1]` when flat."""
+    """Return a norm's mean from sums of pairs: `[T, H, 1]`, or over all heads `[T, 1, 1]` when flat."""
     total = tl.sum(x_THP, axis=2, keep_dims=True)
     if FLAT:
         total = tl.sum(total, axis=1, keep_dims=True) / H
@@ -218,7 +213,7 @@ def _inverse_rms(x1_THP, x2_THP, eps, H: tl.constexpr, D: tl.constexpr, FLAT: tl
 
 @_jit
 def _through_rms(gn1, gn2, n1, n2, scale, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
-    """The gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
+    """Return the gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
     mean = _mean(gn1 * n1 + gn2 * n2, H, D, FLAT)
     return scale * (gn1 - n1 * mean), scale * (gn2 - n2 * mean)
 
@@ -228,7 +223,7 @@ def _load_weight(
     weight, offset, dims1, dims2, mask_P,
     H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """offset + weight by pairs: `[1, 1, P]`, or `[1, H, P]` when flat."""
+    """Load offset + weight by pairs: `[1, 1, P]`, or `[1, H, P]` when flat."""
     if FLAT:
         head = tl.arange(0, BLOCK_H)[None, :, None]
         dims1, dims2, mask_P = head * D + dims1, head * D + dims2, (head < H) & mask_P
@@ -253,8 +248,8 @@ def _store_partial(
     tl.store(start + dims2, g2, mask=mask_P)
 
 
-_TILE = 4096  # elements a program aims to hold
-_WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when a norm's weights are trained
+_TILE = 4096  # elements of a program
+_WEIGHT_GRAD_PROGRAMS = 512  # at most, and as many partial sums, when a norm's weights are trained
 
 
 def rope_qk(
@@ -267,7 +262,7 @@ def rope_qk(
     qk_norm: QKNorm | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k, where asked, and turn each pair of dims by its token's angle.
+    """Norm q and k, with qk_norm, and rotate each pair of dims by its token's angle.
 
     Args:
         q, k: `[T, H, D]` or `[B, H, T, D]`, D even, any strides; k may have fewer heads. bfloat16, float16 or
@@ -276,12 +271,12 @@ def rope_qk(
             `[1, T, R]` or `[B, T, R]`. R even, R <= D; dims from R on pass through. The second half of R
             repeats the first, as in transformers, and is not read. Any float dtype. They get no gradient.
         position_ids: int32 or int64, `[T]`, `[1, T]` or `[B, T]`: each token's row of the tables, any order.
-            Not checked against the tables' length, which would synchronise the device.
+            Not checked against the tables' length: a check would synchronise the device.
         qk_norm: RMSNorm of q and k before the rotation. Its weights get gradients if they require them.
         interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + R/2).
 
     Returns:
-        q and k turned: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
+        q and k rotated: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
         From the kernel `[T, H, D]` is contiguous, `[B, H, T, D]` a view of a contiguous `[B, T, H, D]`.
 
     Raises:
@@ -297,9 +292,9 @@ def rope_qk(
         return reference.rope_qk(q, k, *tables, position_ids, qk_norm=qk_norm, interleaved=interleaved)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    if qk_norm is None:
-        return _RopeQK.apply(q, k, cos, sin, position_ids, None, None, None, interleaved)
-    weights = qk_norm.q_weight.contiguous(), qk_norm.k_weight.contiguous()
+    weights: tuple[Tensor | None, ...] = (None, None)
+    if qk_norm is not None:
+        weights = qk_norm.q_weight.contiguous(), qk_norm.k_weight.contiguous()
     return _RopeQK.apply(q, k, cos, sin, position_ids, *weights, qk_norm, interleaved)
 
 
@@ -309,15 +304,15 @@ class _RopeQK(torch.autograd.Function):
         q_and_k = (None, None) if norm is None else (q, k)
         ctx.save_for_backward(*q_and_k, cos, sin, position_ids, q_weight, k_weight)
         ctx.norm, ctx.interleaved = norm, interleaved
-        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved=interleaved)
+        return _rotate_qk(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved=interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gq_out, gk_out):
         q, k, cos, sin, position_ids, q_weight, k_weight = ctx.saved_tensors
         if ctx.norm is None:
-            turned = (gq_out, gk_out, cos, sin, position_ids)
-            gq, gk = _turn(*turned, interleaved=ctx.interleaved, inverse=True)
+            tensors = (gq_out, gk_out, cos, sin, position_ids)
+            gq, gk = _rotate_qk(*tensors, interleaved=ctx.interleaved, inverse=True)
             return gq, gk, None, None, None, None, None, None, None
         gq, gk, gq_weight, gk_weight = _norm_backward(
             gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, ctx.norm,
@@ -326,18 +321,18 @@ class _RopeQK(torch.autograd.Function):
         return gq, gk, None, None, None, gq_weight, gk_weight, None, None
 
 
-def _turn(
+def _rotate_qk(
     q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None, *, interleaved, inverse=False
 ):
-    N, T, HQ, HK, D = _sizes(q, k)
+    N, T, HQ, HK, D = _get_sizes(q, k)
     q_out, k_out = _empty_like(q), _empty_like(k)
     eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
-    blocks = _blocks(HQ, HK, D, 1)
+    blocks = _choose_blocks(HQ, HK, D, 1)
     with torch.cuda.device_of(q):
         turn_kernel[(-(-N // blocks["BLOCK_T"]),)](
             q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
             eps, offset, -1.0 if inverse else 1.0,
-            N, T, *_strides(q), *_strides(k), *_table_strides(cos, position_ids),
+            N, T, *_get_strides(q), *_get_strides(k), *_get_table_strides(cos, position_ids),
             HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
         )  # fmt: skip
     return q_out, k_out
@@ -347,24 +342,24 @@ def _norm_backward(
     gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm, *,
     interleaved: bool, weight_grads: bool,
 ):  # fmt: skip
-    """The gradients of q, k and, where asked (else None), of the norm's weights."""
-    N, T, HQ, HK, D = _sizes(q, k)
+    """Return the gradients of q, k and, with weight_grads (else None), of the norm's weights."""
+    N, T, HQ, HK, D = _get_sizes(q, k)
     gq, gk = _empty_like(q), _empty_like(k)
-    blocks = _blocks(HQ, HK, D, 3 if weight_grads else 2)
+    blocks = _choose_blocks(HQ, HK, D, 3 if weight_grads else 2)
     programs, STEPS = -(-N // blocks["BLOCK_T"]), 1
     q_partial = k_partial = None
     if weight_grads:
         STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
         programs = -(-programs // STEPS)
-        # A row a program, summed in a fixed order below: the same bits every run, unlike atomics.
+        # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
         q_partial = q_weight.new_empty((programs, q_weight.shape[0]), dtype=torch.float32)
         k_partial = k_weight.new_empty((programs, k_weight.shape[0]), dtype=torch.float32)
     with torch.cuda.device_of(q):
         norm_backward_kernel[(programs,)](
             gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, q_partial, k_partial,
             norm.eps, norm.offset,
-            N, T, *_strides(gq_out), *_strides(gk_out), *_strides(q), *_strides(k),
-            *_table_strides(cos, position_ids),
+            N, T, *_get_strides(gq_out), *_get_strides(gk_out), *_get_strides(q), *_get_strides(k),
+            *_get_table_strides(cos, position_ids),
             HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
             **blocks,
         )  # fmt: skip
@@ -373,8 +368,8 @@ def _norm_backward(
     return gq, gk, q_partial.sum(0).to(q_weight.dtype), k_partial.sum(0).to(k_weight.dtype)
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
-    """N, T, HQ, HK, D."""
+def _get_sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
+    """Return N, T, HQ, HK, D."""
     if q.dim() == 3:
         T, HQ, D = q.shape
         return T, T, HQ, k.shape[1], D
@@ -382,27 +377,27 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
     return B * T, T, HQ, k.shape[1], D
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of the row, token, head and dim."""
+def _get_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of row, token, head and dim."""
     if x.dim() == 3:
         return 0, *x.stride()
     row, head, token, dim = x.stride()
     return row, token, head, dim
 
 
-def _table_strides(cos: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
-    """The strides of row and token in what a token reads first (position_ids or cos), and cos's last two."""
+def _get_table_strides(cos: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of row and token in position_ids, else in cos, and cos's last two."""
     *rows, table_row, table_column = cos.stride()
     if position_ids is None:
-        one_a_row, token = len(rows) == 1 and cos.shape[0] > 1, table_row
+        is_batched, token = len(rows) == 1 and cos.shape[0] > 1, table_row
     else:
         *rows, token = position_ids.stride()
-        one_a_row = len(rows) == 1 and position_ids.shape[0] > 1
-    return rows[0] if one_a_row else 0, token, table_row, table_column
+        is_batched = len(rows) == 1 and position_ids.shape[0] > 1
+    return rows[0] if is_batched else 0, token, table_row, table_column
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """`[T, H, D]`, or the memory of `[B, T, H, D]` seen as `[B, H, T, D]`."""
+    """Allocate `[T, H, D]`, or a contiguous `[B, T, H, D]` seen as `[B, H, T, D]`."""
     if x.dim() == 3:
         return x.new_empty(x.shape)
     _, H, T, D = x.shape
@@ -410,32 +405,24 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
-    """Tile sizes and warps for a kernel that holds `tiles` tiles of q and k at a time."""
+def _choose_blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
+    """Choose tile sizes and warps for a kernel that holds `tiles` tiles of q and k at a time."""
     BLOCK_HQ, BLOCK_HK, BLOCK_P = (triton.next_power_of_2(n) for n in (HQ, HK, D // 2))
     per_token = tiles * (BLOCK_HQ + BLOCK_HK) * 2 * BLOCK_P
     BLOCK_T = floor_power_of_2(_TILE // per_token)
     num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK_T * per_token // (32 * PER_THREAD)))
-    return {
-        "BLOCK_T": BLOCK_T,
-        "BLOCK_HQ": BLOCK_HQ,
-        "BLOCK_HK": BLOCK_HK,
-        "BLOCK_P": BLOCK_P,
-        "num_warps": num_warps,
-    }
+    sizes = {"BLOCK_T": BLOCK_T, "BLOCK_HQ": BLOCK_HQ, "BLOCK_HK": BLOCK_HK, "BLOCK_P": BLOCK_P}
+    return {**sizes, "num_warps": num_warps}
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
-    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    """Raise ValueError unless shapes, dtypes and devices fit together."""
     q_shape, k_shape, table_shape, rank = q.shape, k.shape, cos.shape, q.dim()
+    shapes = f"q {[*q_shape]} and k {[*k_shape]}"
     if rank not in (3, 4) or k.dim() != rank:
-        raise ValueError(
-            f"q {[*q_shape]} and k {[*k_shape]} must both be [T, H, D] or [B, H, T, D]: reshape them"
-        )
+        raise ValueError(f"{shapes} must both be [T, H, D] or [B, H, T, D]: reshape them")
     if q_shape[0] != k_shape[0] or q_shape[2:] != k_shape[2:]:
-        raise ValueError(
-            f"q {[*q_shape]} and k {[*k_shape]} may differ in heads (axis 1) only: pass one row's both"
-        )
+        raise ValueError(f"{shapes} may differ in heads (axis 1) only: pass both of one row")
     if q.dtype != k.dtype or not q.is_floating_point():
         raise ValueError(f"q is {q.dtype} and k is {k.dtype}: cast both to one floating dtype")
     if table_shape != sin.shape or len(table_shape) < 2:
@@ -444,30 +431,22 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor 
         )
     D, R = q_shape[-1], table_shape[-1]
     if D % 2 or R % 2 or not 0 < R <= D:
-        raise ValueError(
-            f"cos and sin have {R} columns for head dim {D}: both must be even, 0 < columns <= head dim"
-        )
+        raise ValueError(f"cos has {R} columns for head dim {D}: both must be even, 0 < columns <= head dim")
     B, T = (1, q_shape[0]) if rank == 3 else (q_shape[0], q_shape[2])
     token_shapes = (T,), (1, T), (B, T)
     if position_ids is None:
         if table_shape[:-1] not in token_shapes:
-            raise ValueError(
-                f"cos {[*table_shape]} without position_ids must have a row a token, [{T}, R] or "
-                f"[{B}, {T}, R]: pass position_ids with a table"
-            )
+            shapes = f"cos {[*table_shape]} without position_ids: pass a row for each token, [{T}, R] or"
+            raise ValueError(f"{shapes} [{B}, {T}, R], or position_ids with a table")
     else:
         if position_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"position_ids are {position_ids.dtype}: cast them to int32 or int64")
         if position_ids.shape not in token_shapes or len(table_shape) != 2:
-            raise ValueError(
-                f"position_ids {[*position_ids.shape]} with cos {[*table_shape]}: pass [{T}] or [{B}, {T}], "
-                "and tables [P, R]"
-            )
-    for other in (k, cos, sin) if position_ids is None else (k, cos, sin, position_ids):
-        if other.device != q.device:
-            raise ValueError(
-                f"q is on {q.device} but k, cos, sin or position_ids on {other.device}: move it there"
-            )
+            shapes = f"position_ids {[*position_ids.shape]} with cos {[*table_shape]}"
+            raise ValueError(f"{shapes}: pass [{T}] or [{B}, {T}], and tables [P, R]")
+    for name, x in (("k", k), ("cos", cos), ("sin", sin), ("position_ids", position_ids)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} on {x.device}: move it there")
 
 
 def _check_norm(norm: QKNorm, q: Tensor, k: Tensor) -> None:
@@ -476,7 +455,5 @@ def _check_norm(norm: QKNorm, q: Tensor, k: Tensor) -> None:
     for name, x, weight in (("q", q, norm.q_weight), ("k", k, norm.k_weight)):
         features = x.shape[1] * x.shape[-1] if norm.flat else x.shape[-1]
         if weight.shape != (features,) or weight.device != x.device:
-            raise ValueError(
-                f"{name}_weight is {[*weight.shape]} on {weight.device}: a norm of {name} {[*x.shape]} with "
-                f"flat={norm.flat} needs [{features}] on {x.device}"
-            )
+            needed = f"a norm of {name} {[*x.shape]} with flat={norm.flat} needs [{features}] on {x.device}"
+            raise ValueError(f"{name}_weight is {[*weight.shape]} on {weight.device}: {needed}")

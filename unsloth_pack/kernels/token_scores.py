@@ -1,7 +1,7 @@
-"""What a language model's head says of each label, without its T x V logits, forward and backward.
+"""Scores of each label under a language model's head, without its T x V logits.
 
-For each row x of hidden that has a label, with l = W x + b, and z = softcap * tanh(scale * l / softcap), or
-scale * l without a softcap, and p = softmax(z):
+For each row x of hidden with a label: l = W x + b, z = softcap * tanh(scale * l / softcap), or scale * l
+without a softcap, and p = softmax(z):
 
     log_prob          z[label] - log Σ exp(z)
     entropy           -Σ p log p
@@ -12,11 +12,10 @@ scale * l without a softcap, and p = softmax(z):
     d log_prob / dl = (onehot(label) - p) * dz/dl
     d entropy / dl  = -p (log p + entropy) * dz/dl
 
-A loss weighs the log-probabilities of tokens as it likes, but those weights are known in the backward pass
-alone. The gradient of a row is its weight times the gradient for weight 1, which the forward pass makes
-beside the scores, while the chunk's logits are at hand. So a step computes logits once. They are computed
-again only where a gradient reaches the entropy, or the head itself is trained. For trained tokens alone they
-are not, see `ExtraLogits`.
+A loss weighs each token's log_prob, but only the backward pass knows the weights. The forward pass computes
+the gradient for weight 1 while it has the chunk's logits, and the backward pass multiplies it. So a step
+computes logits once. It computes them again only if a gradient reaches the entropy, or if the head's weight,
+bias or adapter is trained.
 
 Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of the head.
 """
@@ -33,21 +32,17 @@ from unsloth_pack.kernels.head import (
     ExtraLogits,
     ExtraRows,
     LabelledRows,
-    as_head_inputs,
-    even_chunks,
     load_block,
     logit_and_slope,
-    most_rows,
-    plain_logits,
+    max_chunk_rows,
+    prepare_head_inputs,
     project_to_logits,
-    spread,
+    scale_and_cap,
+    scatter_rows,
+    split_evenly,
 )
 from unsloth_pack.kernels.launch import add_product, jit, multiply, once_differentiable, takes_fused_path, tl
 from unsloth_pack.kernels.reference import Field, TokenScores
-
-# The Triton kernels of `token_scores`: what one program computes, a row of a chunk's logits.
-#
-# Shapes: L of a chunk, V outputs of the head.
 
 
 @jit
@@ -56,7 +51,7 @@ def score_kernel(
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TOP1: tl.constexpr, MEAN: tl.constexpr,
     SQUARES: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[L]`; logits `[L, V]` become log_probs' gradient, WITH_GRAD. Grid: L."""
+    """Write scores `[L]`; WITH_GRAD logits `[L, V]` become log_probs' gradient. Grid: L."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     label = tl.load(labels + row).to(tl.int64)
@@ -94,7 +89,7 @@ def score_gradient_kernel(
     logits, labels, g_log_probs, g_entropies, scale, softcap, V,
     CAPPED: tl.constexpr, FOR_LOG_PROB: tl.constexpr, FOR_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logits `[L, V]` become the gradient of the weighted scores. Grid: L."""
+    """Replace logits `[L, V]` by the gradient of the weighted scores. Grid: L."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     label = tl.load(labels + row).to(tl.int64)
@@ -124,11 +119,10 @@ def _softmax_sums(
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TOP1: tl.constexpr, MEAN: tl.constexpr,
     SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's z: the greatest; Σ e with e = exp(z - greatest), Σ e (z - greatest), Σ e² and Σ z; and the
-    greatest before the label. What no flag asks for is not computed.
+    """Return a row's greatest z, Σ e, Σ e (z - greatest), Σ e², Σ z, and the greatest z before the label.
 
-    Every lane sums what it sees, and the lanes are summed once at the end: for a block they share only its
-    greatest z.
+    e = exp(z - greatest). The flags choose what is computed. Every lane has its own sums, added once at the
+    end: within a block the lanes share only its greatest z.
     """
     peak = -3e38  # finite: a row may begin with a block of -inf
     before = float("-inf")
@@ -168,7 +162,7 @@ def _softmax_sums(
 
 
 FIELDS = get_args(Field)
-_BLOCK = 4096  # logits that a program holds at a time; as the warps, what ran fastest on an H200
+_BLOCK = 4096  # logits that a program holds at a time; like the warps, the fastest on an H200
 
 
 def token_scores(
@@ -182,29 +176,21 @@ def token_scores(
     extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
-    """Scores of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
+    """Compute scores of labels under the logits scale * (hidden Wᵀ + bias).
 
     Args:
-        hidden: `[..., C]`, any strides; bfloat16, float16, float32 or float64. Under autocast it, weight and
-            bias are cast as `torch.nn.functional.linear` casts them.
-        weight: `[V, C]`, of hidden's dtype. Gets a gradient if it requires one, summed in float32.
-        labels: `[...]` int32 or int64 in [0, V), or -100 for none; already shifted: row i's label is
-            labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
-        bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
-        softcap: logits become softcap * tanh(logits / softcap), after the scale.
-        extra: changes hidden Wᵀ + bias.
-        fields: which scores are wanted beside the log-probability.
+        hidden, weight, labels, bias, softcap, scale, extra: as for `linear_cross_entropy`.
+        fields: the scores to compute beside log_prob.
 
     Returns:
         The scores. At most 2²⁸ bytes of logits exist at a time, or 1,024 rows if that is more.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together; a field is unknown; or labels beyond the
-            head. On a GPU, where looking would wait for it, those make the scores NaN.
+        ValueError: as for `linear_cross_entropy`; or a field is unknown.
     """
     if isinstance(fields, str) or not set(fields) <= set(FIELDS):
         raise ValueError(f"fields are {fields!r}: pass a collection of {', '.join(FIELDS)}")
-    hidden, weight, bias, extra, labelled = as_head_inputs(hidden, weight, bias, labels, softcap, extra)
+    hidden, weight, bias, extra, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
     wanted = tuple(field in fields for field in FIELDS)
     options = (labelled, scale, softcap, wanted, torch.is_grad_enabled())
     log_prob, *others = _TokenScores.apply(hidden, weight, bias, *(extra or (None,) * 3), *options)
@@ -213,7 +199,7 @@ def token_scores(
 
 
 class _TokenScores(torch.autograd.Function):
-    """`[T]` of each score."""
+    """Compute each score, `[T]`."""
 
     @staticmethod
     def forward(
@@ -230,19 +216,19 @@ class _TokenScores(torch.autograd.Function):
         at_once = (for_hidden or for_h) and not trains_head
         needs_logits_again = trains_head or (at_once and wanted[0])
         g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden and at_once else None
-        extra = ExtraRows(_extra(h, b, outputs), rows, (for_h and at_once, False))
-        scores_N = [hidden.new_empty(N, dtype=wide) if asked else None for asked in (True, *wanted)]
-        most = most_rows(V, hidden)
-        # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
+        extra = ExtraRows(h, b, outputs, rows, (for_h and at_once, False))
+        scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
+        most = max_chunk_rows(V, hidden)
+        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
         buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in even_chunks(N, most):
+            for chunk in split_evenly(N, most):
                 x_LC = hidden_TC.index_select(0, rows[chunk])
-                logits_LV = extra.put_into(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
+                logits_LV = extra.apply_to(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
                 parts = [None if score is None else score[chunk] for score in scores_N]
                 _score(logits_LV, labels_N[chunk], parts, scale, softcap, at_once)
                 if at_once:
-                    extra.take_from(logits_LV, chunk)
+                    extra.collect_gradients(logits_LV, chunk)
                 if g_NC is not None:
                     multiply(logits_LV, weight, g_NC[chunk])
         again = (hidden_TC, weight, bias, h, b, outputs, labels_N) if needs_logits_again else (None,) * 7
@@ -268,31 +254,27 @@ class _TokenScores(torch.autograd.Function):
         if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
             upstream = (g_log_prob_N, g_entropy_N)
             x_NC = hidden_TC.index_select(0, rows)
-            extra = ExtraRows(_extra(h, b, outputs), rows, needed[3:])
+            extra = ExtraRows(h, b, outputs, rows, needed[3:])
             g_NC, g_weight, g_bias = _weighted_gradients(
                 x_NC, weight, bias, extra, labels_N, upstream, ctx.options, needed
             )
             g_h, g_b = extra.g_h, None if extra.g_b is None else extra.g_b.to(ctx.dtype)
         else:
             assert g_log_prob_N is not None
-            g_NC, g_h = (x if x is None else _weighted(x, g_log_prob_N, ctx.dtype) for x in (g_NC, g_h))
+            g_NC, g_h = (x if x is None else _weigh(x, g_log_prob_N, ctx.dtype) for x in (g_NC, g_h))
         g_hidden, g_h = (
-            x if x is None else spread(x.to(ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h)
+            x if x is None else scatter_rows(x.to(ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h)
         )
         return g_hidden, g_weight, g_bias, g_h, g_b, None, None, None, None, None, None
 
 
-def _weighted(x_NX: Tensor, weights_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded once. x stays: the backward may run again."""
+def _weigh(x_NX: Tensor, weights_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply rows by their weights, rounded once. x stays: the backward may run again."""
     return torch.mul(x_NX, weights_N[:, None], out=torch.empty_like(x_NX, dtype=dtype))
 
 
-def _extra(h: Tensor | None, b: Tensor | None, outputs: Tensor | None) -> ExtraLogits | None:
-    return None if h is None else ExtraLogits(h, b, outputs)
-
-
 def _with_zeros(score_N: Tensor | None, rows: Tensor, n_tokens: int) -> Tensor | None:
-    """`[T]` with 0 where there is no label."""
+    """Return a score `[T]` with 0 where there is no label."""
     return None if score_N is None else score_N.new_zeros(n_tokens).index_copy_(0, rows, score_N)
 
 
@@ -306,22 +288,22 @@ def _weighted_gradients(
     options: tuple[float, float | None],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden's rows `[N, C]` (wide), weight and bias, from logits that are computed again."""
+    """Compute logits again, and from them the gradients of hidden's rows `[N, C]` (wide), weight and bias."""
     (V, _), N = weight.shape, len(x_NC)
     scale, softcap = options
     wide = torch.promote_types(x_NC.dtype, torch.float32)
     g_NC = x_NC.new_empty(x_NC.shape, dtype=wide) if needed[0] else None
     g_weight = weight.new_zeros(weight.shape, dtype=wide) if needed[1] else None
     g_bias = weight.new_zeros(V, dtype=wide) if needed[2] else None
-    most = most_rows(V, x_NC)
+    most = max_chunk_rows(V, x_NC)
     buffer_LV = x_NC.new_empty((min(most, N), V))
     upstream_N = [None if g is None else g.to(wide).contiguous() for g in upstream]
     with torch.autocast(x_NC.device.type, enabled=False):
-        for chunk in even_chunks(N, most):
-            g_LV = extra.put_into(project_to_logits(x_NC[chunk], weight, bias, buffer_LV), chunk)
+        for chunk in split_evenly(N, most):
+            g_LV = extra.apply_to(project_to_logits(x_NC[chunk], weight, bias, buffer_LV), chunk)
             weights = [None if g is None else g[chunk] for g in upstream_N]
             _to_gradient(g_LV, labels_N[chunk], weights, scale, softcap)
-            extra.take_from(g_LV, chunk)
+            extra.collect_gradients(g_LV, chunk)
             if g_NC is not None:
                 multiply(g_LV, weight, g_NC[chunk])
             if g_weight is not None:
@@ -332,13 +314,10 @@ def _weighted_gradients(
     return g_NC, g_weight, g_bias
 
 
-# One chunk: its logits to scores, and to gradients
-
-
 def _score(
     logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
 ) -> None:
-    """scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
+    """Write scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
     if not takes_fused_path(logits, logits):
         _plain_score(logits, labels, scores, scale, softcap, with_grad)
         return
@@ -356,7 +335,7 @@ def _score(
 def _to_gradient(
     logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
 ) -> None:
-    """logits `[L, V]` become the gradient of what weighs log_prob and entropy by upstream, `[L]` each."""
+    """In place: logits `[L, V]` -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
     if not takes_fused_path(logits, logits):
         _plain_to_gradient(logits, labels, upstream, scale, softcap)
         return
@@ -375,11 +354,11 @@ def _to_gradient(
 def _plain_score(
     logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
 ) -> None:
-    """In plain torch."""
+    """Do the same in plain torch."""
     log_prob, entropy, is_top1, mean_logit, log_sum_sq_probs = scores
     assert log_prob is not None
     column = labels.long()[:, None]
-    z, slope = plain_logits(logits, scale, softcap)
+    z, slope = scale_and_cap(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     log_prob.copy_(log_p.gather(1, column)[:, 0])
@@ -399,10 +378,10 @@ def _plain_score(
 def _plain_to_gradient(
     logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
 ) -> None:
-    """In plain torch."""
+    """Do the same in plain torch."""
     g_log_prob, g_entropy = upstream
     column = labels.long()[:, None]
-    z, slope = plain_logits(logits, scale, softcap)
+    z, slope = scale_and_cap(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     g = torch.zeros_like(p)

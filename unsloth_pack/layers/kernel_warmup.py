@@ -1,7 +1,7 @@
 """Compile the kernels of a first step side by side instead of one after another.
 
 One layer of each kind, the loss and their backward pass run once over the step's own row, and the leak probe
-over its row. Kernels are not launched meanwhile, see `compiled_side_by_side`; the meaningless results are
+over its row. Kernels are not launched meanwhile, see `compile_in_parallel`; the meaningless results are
 thrown away.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.cuda_graphs.protocols import PackedDecoder
-from unsloth_pack.kernels.launch import compiled_side_by_side, triton
+from unsloth_pack.kernels.launch import compile_in_parallel, triton
 from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.layers.leak_probe import (
     DecoderProbe,
@@ -58,7 +58,7 @@ class KernelWarmup:
             return
         only = find_layer_kinds(decoder)
         try:
-            with compiled_side_by_side(row.device), torch.autograd.set_multithreading_enabled(False):
+            with compile_in_parallel(row.device), torch.autograd.set_multithreading_enabled(False):
                 with (
                     side_effect_free_pass(decoder, dropout=True),
                     disable_hooks(decoder),
