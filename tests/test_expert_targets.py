@@ -15,7 +15,7 @@ from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import default_names, lora_targets, refuse_on_stacks
+from unsloth_pack.lora.targets import list_default_names, lora_targets, refuse_on_stacks
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = {f"layers.{i}.self_attn.{name}" for i in (0, 1) for name in SEVEN[:4]}
@@ -243,7 +243,7 @@ def test_names_without_experts_are_peft_s_own():
     for targets in (["q_proj"], "all-linear", r".*q_proj"):
         found = lora_targets(model, targets)
         assert (found.modules, found.parameters, found.doubles_gate_and_up) == (targets, (), False)
-    assert default_names(model) == SEVEN
+    assert list_default_names(model) == SEVEN
 
 
 def test_the_ranks_are_those_that_peft_makes_of_these_names():

@@ -165,7 +165,7 @@ def test_the_same_bits_every_time():
 
 def test_rows_of_experts_stay_on_the_device():
     index = torch.stack([torch.randperm(9)[:3] for _ in range(50)])
-    routing = module.Routing.of(index, 9)
+    routing = module.Routing.sort(index, 9)
     counts = torch.bincount(index.flatten(), minlength=9)
     assert torch.equal(routing.ends_E, counts.cumsum(0).int())
     assert torch.equal(routing.experts_Nk(), index)

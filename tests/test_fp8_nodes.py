@@ -33,7 +33,7 @@ def group(kinds, dropping):
         bias = torch.randn(o, generator=generator) if number != 1 else None
         a, b = (torch.randn(*shape, generator=generator) for shape in ((RANK, WIDTH), (o, RANK)))
         tensors += [bias, a, b]
-    return arithmetic.stack(torch.float32, frozen, tensors)
+    return arithmetic.stack_layers(torch.float32, frozen, tensors)
 
 
 def exact_weight(kind, p):
@@ -53,12 +53,12 @@ def test_outputs_against_float64(kinds, dropping, is_given):
     into = [torch.full((ROWS, o), torch.nan) for o in OUTPUTS] if is_given else None
     outputs, _ = arithmetic.forward(x, a_RI, layers, 5, into)
     assert into is None or all(y is out for y, out in zip(outputs, into, strict=True))
-    bases, h = arithmetic.forward_apart(x, a_RI, layers, 5)
+    bases, h = arithmetic.forward_base(x, a_RI, layers, 5)
     for y, base, kind, p in zip(outputs, bases, kinds, layers, strict=True):
         read = quantize_rows(x).dequantized(torch.float64) if kind == "fp8" else x.double()
         expected = read @ exact_weight(kind, p).t() + (0 if p.bias is None else p.bias.double())
         assert_exact(base, expected)
-        h_Nr = p.dropped(x, 5).double() @ a_RI[p.ranks].double().t()
+        h_Nr = p.apply_dropout(x, 5).double() @ a_RI[p.ranks].double().t()
         assert_exact(h[:, p.ranks], h_Nr)
         assert_exact(y, expected + p.scaling * h_Nr @ p.b_Or.double().t())
 
@@ -78,9 +78,9 @@ def test_the_gradient_of_the_input_against_float64(kinds, dropping, is_given):
     for g, kind, p in zip(gs, kinds, layers, strict=True):
         if kind == "dense":
             expected += g.double() @ p.weight.double()
-        p.dropped((gh[:, p.ranks].double() @ a_RI[p.ranks].double()), 5, add_to=expected)
+        p.apply_dropout((gh[:, p.ranks].double() @ a_RI[p.ranks].double()), 5, add_to=expected)
     into = torch.full((ROWS, WIDTH), torch.nan) if is_given else None
-    columns = arithmetic.fp8_columns(layers) if is_given else None
+    columns = arithmetic.transpose_fp8(layers) if is_given else None
     got = arithmetic.backward_to_input(gs, gh, a_RI, layers, 5, into, columns)
     assert into is None or got is into
     assert_exact(got, expected)
@@ -93,7 +93,7 @@ def test_the_part_that_is_left_to_the_caller(kind, dropping):
     a_RI, g = a_RI[:RANK], torch.randn(ROWS, OUTPUTS[0])
     gh = arithmetic.backward_to_ranks([g], a_RI, [layer])
     whole = arithmetic.backward_to_input([g], gh, a_RI, [layer])
-    gx, rest = arithmetic.backward_to_input_apart(g, gh, a_RI, [layer])
+    gx, rest = arithmetic.backward_to_input_base(g, gh, a_RI, [layer])
     assert (rest is None) == dropping
     assert_exact(gx if rest is None else gx + rest.scale * rest.left @ rest.right.t(), whole.double())
 

@@ -284,7 +284,7 @@ def test_checkpointing_does_not_compute_down_again(mode):
 
         return run
 
-    counters = {name: counted(getattr(arithmetic, name)) for name in ("forward", "forward_apart")}
+    counters = {name: counted(getattr(arithmetic, name)) for name in ("forward", "forward_base")}
     with patch.multiple(arithmetic, **counters):
         run_packed(model, random_documents([33, 2, 64, 1]))
     config = model.config

@@ -190,7 +190,7 @@ def test_a_bias_whose_gradient_is_lost(monkeypatch):
 
 @pytest.mark.usefixtures("few_draws")
 def test_dropout_that_is_left_out(monkeypatch):
-    monkeypatch.setattr(arithmetic, "_any_drops", lambda layers: False)
+    monkeypatch.setattr(arithmetic, "_has_dropout", lambda layers: False)
     assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
 
 

@@ -14,7 +14,7 @@ from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
 from unsloth_pack.attention.dense import attend_dense, causal_mask
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.lora.linear import Recipe, prepared
+from unsloth_pack.lora.linear import Recipe, cast_input
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.patch import patch_of
@@ -350,9 +350,9 @@ def test_arguments_that_no_layer_reads_are_passed_on():
 def test_an_input_changed_in_place_is_not_computed_again():
     x = torch.ones(3)
     x.recipe = Recipe(torch.ones, (3,))
-    assert prepared(x)[1] is x.recipe
+    assert cast_input(x)[1] is x.recipe
     x.mul_(2)
-    recipe = prepared(x)[1]
+    recipe = cast_input(x)[1]
     assert torch.equal(recipe.compute(*recipe.inputs), x)
 
 

@@ -32,17 +32,17 @@ from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabul
 from unsloth_pack.checkpoints.weight_checks import check_loading, check_loftq, check_positions
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
-from unsloth_pack.lora.expert_stacks import quantise_experts, stand_ins
+from unsloth_pack.lora.expert_stacks import placeholder_stacks, quantise_experts
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
-from unsloth_pack.lora.nf4 import keep_from_packing
+from unsloth_pack.lora.nf4 import prevent_cpu_packing
 from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
 from unsloth_pack.lora.trained_parts import (
     check_parts,
     refuse_adapted_rows,
     refuse_rows_without_direction,
-    tell_of_longer_names,
+    warn_of_longer_names,
 )
-from unsloth_pack.lora.vision_targets import kept_in_16_bits
+from unsloth_pack.lora.vision_targets import list_unquantised_modules
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules.walk import require_model
@@ -138,7 +138,9 @@ class FastLanguageModel:
             config=config,
             dtype=dtype,
             device_map=_resolve_device_map(device_map),
-            quantization_config=quantization(load_in_4bit, load_in_8bit, dtype, kept_in_16_bits(config)),
+            quantization_config=quantization(
+                load_in_4bit, load_in_8bit, dtype, list_unquantised_modules(config)
+            ),
             **hub,
             **files,
             **for_weights,
@@ -155,7 +157,7 @@ class FastLanguageModel:
                 raise InputError(f"load_in_fp8=True computes in bfloat16, dtype is {actual}; leave dtype out")
             quantize_to_fp8(model)
         if load_in_4bit:
-            keep_from_packing(model)
+            prevent_cpu_packing(model)
             quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
@@ -236,7 +238,7 @@ class FastLanguageModel:
             logger.warning("%s", note)
         refuse_on_stacks(targets, all_options | {"loftq_config": loftq_config})
         check_parts(model, bias, modules_to_save, options)
-        tell_of_longer_names(model, modules_to_save or ())
+        warn_of_longer_names(model, modules_to_save or ())
         refuse_adapted_rows(model, targets.paths, options.get("trainable_token_indices"))
         set_seed(random_state)
         patch = patch_of(model)
@@ -261,7 +263,7 @@ class FastLanguageModel:
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
                 # Saving and merging untie weights where they must
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
-                with stand_ins(model):
+                with placeholder_stacks(model):
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error

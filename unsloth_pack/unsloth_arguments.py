@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import default_names
+from unsloth_pack.lora.targets import list_default_names
 
 _MEMORY = "get_peft_model takes use_gradient_checkpointing, 'auto' among its values"
 _VLLM = "save the model with save_pretrained_merged and serve that with vLLM"
@@ -149,4 +149,4 @@ def _choose_targets(model: Any, targets: Any, wishes: Mapping[str, bool | None])
     if targets is not None:
         part = "mlp" if attention else "attention"
         raise InputError(f"finetune_{part}_modules=False chooses among defaults; leave target_modules out")
-    return [name for name in default_names(model) if (name in _MLP) is mlp]
+    return [name for name in list_default_names(model) if (name in _MLP) is mlp]

@@ -15,7 +15,12 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
-from unsloth_pack.lora.vision_targets import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
+from unsloth_pack.lora.vision_targets import (
+    TrainedParts,
+    VisionParts,
+    list_unquantised_modules,
+    vision_targets,
+)
 
 FAMILIES = ("gemma3", "smolvlm", "idefics3", "llava_onevision", "internvl", "mistral3", "qwen3_vl_moe")
 
@@ -256,13 +261,13 @@ def test_every_family_has_its_parts(model_type, caplog):
     config = AutoConfig.for_model(model_type)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    parts = VisionParts.of(model)
+    parts = VisionParts.locate(model)
     kinds = {n: parts.kind(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert {"tower", "decoder"} <= {*kinds.values()}
     assert all([*model.get_submodule(path).parameters()] for path in parts.aligner)
     assert {name for name, kind in kinds.items() if not kind} == {"lm_head"}
     for name, kind in kinds.items():
-        assert should_convert_module(name, kept_in_16_bits(config)) == (kind == "decoder"), name
+        assert should_convert_module(name, list_unquantised_modules(config)) == (kind == "decoder"), name
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "smolvlm", "llava_onevision", "mistral3", "qwen2_5_vl"])
@@ -272,7 +277,7 @@ def test_names_of_layers_never_hit_a_tower(model_type):
         model = AutoModelForImageTextToText.from_config(config)
     import re
 
-    parts = VisionParts.of(model)
+    parts = VisionParts.locate(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for trained, wanted in [
         (TrainedParts(), {"decoder"}),
@@ -296,6 +301,6 @@ def test_names_of_layers_never_hit_a_tower(model_type):
 
 def test_the_mergers_of_deepstack_train_whole():
     model = vision_model("qwen3_vl")
-    parts = VisionParts.of(model)
+    parts = VisionParts.locate(model)
     assert parts.aligner == ("model.visual.merger", "model.visual.deepstack_merger_list")
     assert parts.kind("model.visual.deepstack_merger_list.1.linear_fc1") == "aligner"

@@ -28,9 +28,7 @@ def asked_anew():
 def attention_alone(monkeypatch):
     """The other kernels have tests of their own, and the interpreter is slow."""
     for name, module in list(sys.modules.items()):
-        is_other = name.startswith("unsloth_pack.kernels.") and not name.endswith(
-            ("attention", "launch")
-        )
+        is_other = name.startswith("unsloth_pack.kernels.") and not name.endswith(("attention", "launch"))
         if is_other and hasattr(module, "takes_fused_path"):
             monkeypatch.setattr(module, "takes_fused_path", lambda *_: False)
 

@@ -40,7 +40,7 @@ from unsloth_pack.checkpoints.loading import (
     weight_dtype,
 )
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.lora.targets import default_names
+from unsloth_pack.lora.targets import list_default_names
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.report.terminal import document_lengths, peak_memory
@@ -137,7 +137,7 @@ def _plain_model(case: Case) -> tuple[Any, Any]:
         quantization_config=quantization(case.load_in_4bit, False, dtype),
         attn_implementation="sdpa" if plain_packing_leaks() else "flash_attention_2",
     )
-    config = LoraConfig(r=16, lora_alpha=16, target_modules=default_names(model), task_type="CAUSAL_LM")
+    config = LoraConfig(r=16, lora_alpha=16, target_modules=list_default_names(model), task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     enable_checkpointing(model, case.use_gradient_checkpointing is not False)
     return model, load_tokenizer(source)

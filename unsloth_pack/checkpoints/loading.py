@@ -30,7 +30,7 @@ from unsloth_pack.checkpoints.places import GGUF, check_model_there, is_adapter
 from unsloth_pack.checkpoints.weight_checks import check_files, refuse_not_finite
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.expert_stacks import stand_ins
+from unsloth_pack.lora.expert_stacks import placeholder_stacks
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EMBEDDING = re.compile(r"\.embed_tokens\.(.*\.)?weight$")
@@ -262,7 +262,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
     complaint = f"cannot load the adapter {adapter} onto its base model"
     check_files(adapter, "adapter", use_safetensors)
     try:
-        with _without_reports(), stand_ins(model):
+        with _without_reports(), placeholder_stacks(model):
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
             found = adapted.load_adapter(adapter, "default", is_trainable=True)  # only this reports
     except (*_UNREADABLE, RuntimeError) as error:

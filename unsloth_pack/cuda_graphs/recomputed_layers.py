@@ -93,7 +93,7 @@ def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
     tape = SeedTape()
 
     def taped(*args: Any) -> Any:
-        with tape.played():
+        with tape.play():
             return function(*args)
 
     return checkpoint(taped, *args, use_reentrant=False, preserve_rng_state=False)

@@ -23,8 +23,8 @@ from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.kernels import gated, gated_lora_backward_, relu2, xielu
 from unsloth_pack.kernels.launch import is_last_pass, multiply
 from unsloth_pack.lora import arithmetic
-from unsloth_pack.lora.linear import computes_in, project, run_fused, with_recipe
-from unsloth_pack.lora.mlp import Start, gate_and_up, gated_mlp
+from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project, with_recipe
+from unsloth_pack.lora.mlp import SaveInputs, gate_and_up, gated_mlp
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.modules.sharding import is_gathered_by_module
@@ -100,11 +100,11 @@ def trained_gated_mlp(
         activation: as `kernels.gated` names it.
         keep: keep gate and up for the backward pass.
     """
-    dtype = computes_in(x)
+    dtype = get_compute_dtype(x)
     x = x.to(dtype)
     plan = _Plan(activation, dtype, keep)
     if x.requires_grad and not keep:  # see `lora.gated_mlp`: a checkpoint stops where this saves
-        x = Start.apply(x, (x,))
+        x = SaveInputs.apply(x, (x,))
         plan.start = x.grad_fn
     tensors = [tensor for layer in (*inner, down) for tensor in (layer.weight, layer.bias)]
     return _TrainedGatedMLP.apply(x, plan, *tensors)
@@ -130,7 +130,7 @@ class _Weight:
 class _TrainedGatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan, *tensors: Tensor | None) -> Tensor:
-        params = arithmetic.as_they_are(tensors)
+        params = arithmetic.detach_all(tensors)
         x_NI = x.reshape(-1, x.shape[-1])
         outputs = _project_inner(x_NI, params, plan.dtype)
         product_NF = gated(*gate_and_up(outputs), plan.activation)
@@ -138,13 +138,13 @@ class _TrainedGatedMLP(torch.autograd.Function):
         if plan.start is None:
             ctx.save_for_backward(x, *(outputs if plan.keep else []))
         ctx.plan, ctx.params, ctx.shape = plan, params, x.shape
-        ctx.versions = arithmetic.versions([_Weight(weight) for weight in params[::2]], params[1::2])
-        return arithmetic.shaped(y_NO, x.shape)
+        ctx.versions = arithmetic.record_versions([_Weight(weight) for weight in params[::2]], params[1::2])
+        return arithmetic.reshape_output(y_NO, x.shape)
 
     @staticmethod
     @arithmetic.backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        arithmetic.unchanged(ctx.versions)
+        arithmetic.check_unchanged(ctx.versions)
         plan: _Plan = ctx.plan
         params, needed = ctx.params, ctx.needs_input_grad
         x, *saved = (ctx if plan.start is None else plan.start).saved_tensors
@@ -250,7 +250,7 @@ class FastMLP(nn.Module):
             gate_scale, down_scale = (getattr(self, name) for name in self.spec.mlp_multipliers)
             gate, up = gate_and_up(project(hidden_states, inner))
             return down(gated(gate * gate_scale, up, activation)) * down_scale
-        if run_fused(hidden_states, [*inner, down]):
+        if can_run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         if trains_fused([*inner, down]):
             return trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))

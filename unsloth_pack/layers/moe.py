@@ -19,16 +19,16 @@ from unsloth_pack.lora.expert_stacks import (
     Fp8Stack,
     Nf4Stack,
     PeftStack,
-    adapter_of,
-    dequantised,
-    in_use,
+    dequantised_stacks,
+    get_adapter,
+    get_stored_stack,
     is_quantised,
-    stored_stack,
+    iterate_wrappers,
+    list_active_adapters,
     why_adapter_not_fused,
-    wrappers_of,
 )
 from unsloth_pack.lora.experts import Stack, routed_experts
-from unsloth_pack.lora.linear import computes_in
+from unsloth_pack.lora.linear import get_compute_dtype
 from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module
 
@@ -60,7 +60,9 @@ class FastExperts(ExpertsModule):
         """Return whether a call can be one autograd node, adapters aside."""
         if kwargs or len(args) != 2 or x.dim() != 2 or args[0].dim() != 2:
             return False
-        return why_experts_not_fused(self) is None and _stack(self, "gate_up_proj").dtype == computes_in(x)
+        return why_experts_not_fused(self) is None and _stack(
+            self, "gate_up_proj"
+        ).dtype == get_compute_dtype(x)
 
     def run_fused(
         self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]
@@ -70,7 +72,7 @@ class FastExperts(ExpertsModule):
         Args:
             adapters: the wrappers of the stacks, each with one adapter in use.
         """
-        by_name = {wrapper.parameter_name: adapter_of(wrapper) for wrapper in adapters}
+        by_name = {wrapper.parameter_name: get_adapter(wrapper) for wrapper in adapters}
         stacks, factors = zip(*(self._stack(name, by_name.get(name)) for name in STACKS), strict=True)
         features = experts_Nk.shape[1] * count_gate_features(self)
         keep = keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x_NC, features)
@@ -104,13 +106,15 @@ class FastExpertsLora(PeftStack):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute `[N, C]`, as the experts inside do."""
         base: Any = self.get_base_layer()
-        wrappers = list(wrappers_of(self))
+        wrappers = list(iterate_wrappers(self))
         is_fused = isinstance(base, FastExperts) and base.runs_fused(x, args, kwargs)
         if not is_fused or has_hooks(base, *wrappers[1:]) or any(map(why_adapter_not_fused, wrappers)):
-            with dequantised(base):
+            with dequantised_stacks(base):
                 return super().forward(x, *args, **kwargs)
         experts_Nk, weights_Nk = args
-        return base.run_fused(x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if in_use(wrapper)])
+        return base.run_fused(
+            x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if list_active_adapters(wrapper)]
+        )
 
 
 def count_gate_features(experts: ExpertsModule) -> int:
@@ -121,7 +125,7 @@ def count_gate_features(experts: ExpertsModule) -> int:
 
 def why_experts_not_fused(experts: Any) -> str | None:
     """Return why stacked experts run as transformers wrote them, or None."""
-    if any(stored_stack(experts, name) is None for name in STACKS):
+    if any(get_stored_stack(experts, name) is None for name in STACKS):
         return "PEFT folds the adapter into the weights"
     if (act := getattr(experts, "act_fn", None)) is not getattr(experts, "gate_module", act):
         return "the activation was replaced"
@@ -165,7 +169,7 @@ def _widen_biases(experts: Any) -> Iterator[None]:
 
 
 def _stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack:
-    stack = stored_stack(experts, name)
+    stack = get_stored_stack(experts, name)
     assert stack is not None
     return stack
 

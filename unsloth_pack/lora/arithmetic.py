@@ -3,8 +3,8 @@
     y_p = x W_pᵀ + b_p + s_p · (drop_p(x) A_pᵀ) B_pᵀ      for each of the layers p     (Hu et al. 2021)
 
 The A of all layers are stacked, so that x is read once for all of them, forward and backward. Factors are
-cast once, and s_p is the alpha of a GEMM. Layers with dropout read x one after the other: what dropout leaves
-of x differs between them. It is never kept, but drawn again from a seed wherever it is needed.
+cast once, and s_p is the alpha of a GEMM. Layers with dropout read x one after the other, because their masks
+differ; masks are drawn from a seed again and never stored.
 
 Shapes: N tokens, I inputs, O outputs, r rank, R ranks of all layers together; W `[O, I]`, A `[r, I]`,
 B `[O, r]`, h = drop(x) Aᵀ `[N, R]`.
@@ -33,7 +33,7 @@ from unsloth_pack.kernels.launch import once_differentiable
 from unsloth_pack.lora.nf4 import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight
-Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, with torch's count of changes
+Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, and torch's count of changes
 
 
 class HasWeight(Protocol):
@@ -41,7 +41,7 @@ class HasWeight(Protocol):
 
     @property
     def weight(self) -> Any:
-        """A tensor, or a tuple of what it is dequantised from, that of the weights first."""
+        """A tensor, or a tuple of its quantised parts, the weights first."""
 
 
 class Frozen(NamedTuple):
@@ -50,8 +50,8 @@ class Frozen(NamedTuple):
     Args:
         weight: `[O, I]`.
         scaling: factor on the adapter's output.
-        p: probability that an element of the adapter's input is dropped.
-        seed: decides which elements are dropped; None where p is 0.
+        p: dropout probability of the adapter's input.
+        seed: of the dropout mask; None if p is 0.
     """
 
     weight: Weight
@@ -62,12 +62,7 @@ class Frozen(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer.
-
-    Args:
-        bias, b_Or: in the dtype that is computed in.
-        ranks: which of the R stacked ranks are the layer's.
-    """
+    """One layer: bias and b_Or in the compute dtype, and its slice of the R stacked ranks."""
 
     frozen: Frozen
     bias: Tensor | None
@@ -82,11 +77,10 @@ class Layer:
     def scaling(self) -> float:
         return self.frozen.scaling
 
-    def dropped(self, x_NC: Tensor, first_row: int, add_to: Tensor | None = None) -> Tensor:
-        """What dropout leaves of rows of the layer's input, or of their gradient.
+    def apply_dropout(self, x_NC: Tensor, first_row: int, add_to: Tensor | None = None) -> Tensor:
+        """Apply dropout to rows of the layer's input from `first_row` on, or to their gradient.
 
         Args:
-            first_row: of the input, at which these rows begin.
             add_to: the result is added to it in place.
         """
         _, _, p, seed = self.frozen
@@ -95,8 +89,10 @@ class Layer:
         return dropout(x_NC, seed, p, first_row, add_to)
 
 
-def stack(dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]) -> tuple[Tensor, list[Layer]]:
-    """A `[R, I]` of all layers, and the layers, all in the dtype.
+def stack_layers(
+    dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]
+) -> tuple[Tensor, list[Layer]]:
+    """Stack A of all layers, `[R, I]`; return it and the layers, all in the dtype.
 
     Args:
         tensors: bias (or None), A and B of each layer in turn.
@@ -117,8 +113,8 @@ def stack(dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]) 
     return a_RI, layers
 
 
-def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
-    """The layers with 4-bit weights dequantised: once for all tiles, for callers that work in tiles."""
+def dequantise(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
+    """Dequantise 4-bit weights once for all tiles."""
     return [
         replace(p, frozen=p.frozen._replace(weight=p.weight.dequantized(dtype)))
         if isinstance(p.weight, Nf4Weight)
@@ -127,8 +123,8 @@ def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     ]
 
 
-def fp8_columns(layers: Sequence[Layer]) -> Fp8Columns | None:
-    """The weights in fp8 as the gradient of x needs them: once for all tiles. None where there are none."""
+def transpose_fp8(layers: Sequence[Layer]) -> Fp8Columns | None:
+    """Transpose fp8 weights for the gradient of x, once for all tiles; None without fp8 weights."""
     in_fp8 = [p.weight for p in layers if isinstance(p.weight, Fp8Rows)]
     return fp8_transposed(in_fp8) if in_fp8 else None
 
@@ -140,57 +136,57 @@ def forward(
     first_row: int = 0,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """Every layer's output, and h.
+    """Compute every layer's output, and h.
 
     Args:
-        first_row: of the whole input, at which x begins, which may be a tile; here and below.
-        into: contiguous tensors that become the outputs, or None for new ones; here and below.
+        first_row: the first row of x in the whole input, of which x may be a tile; here and below.
+        into: contiguous tensors for the outputs, or None for new ones; here and below.
     """
     outputs = into or [x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]) for p in layers]
-    h_NR = to_ranks(x_NI, a_RI, layers, first_row)
-    x_fp8 = _quantised_for(layers, x_NI)
+    h_NR = project_to_ranks(x_NI, a_RI, layers, first_row)
+    x_fp8 = _quantise_input(layers, x_NI)
     for y_NO, p in zip(outputs, layers, strict=True):
-        if isinstance(p.weight, Fp8Rows):  # first, as the GEMM in fp8 adds to nothing
-            _fp8_base(x_fp8, p, y_NO).addmm_(h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling)
+        if isinstance(p.weight, Fp8Rows):  # first: the fp8 GEMM cannot accumulate
+            _forward_fp8(x_fp8, p, y_NO).addmm_(h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling)
             continue
-        # The narrow GEMM first: the wide one reads y while it computes, a narrow one would wait for it
+        # The narrow GEMM first: the wide one reads y while it computes; a narrow one would wait for it
         start, beta = (y_NO, 0) if p.bias is None else (p.bias, 1)
         torch.addmm(start, h_NR[:, p.ranks], p.b_Or.t(), beta=beta, alpha=p.scaling, out=y_NO)
         y_NO.addmm_(x_NI, _dense(p.weight, x_NI.dtype).t())
     return outputs, h_NR
 
 
-def forward_apart(
+def forward_base(
     x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """x W_pᵀ + b_p of every layer, and h, for callers that add the adapters' part themselves."""
-    x_fp8 = _quantised_for(layers, x_NI)
+    """Compute x W_pᵀ + b_p of every layer, and h; the caller adds the low-rank parts."""
+    x_fp8 = _quantise_input(layers, x_NI)
     outputs = [
-        _fp8_base(x_fp8, p, x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]))
+        _forward_fp8(x_fp8, p, x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]))
         if isinstance(p.weight, Fp8Rows)
         else F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias)
         for p in layers
     ]
-    return outputs, to_ranks(x_NI, a_RI, layers, first_row)
+    return outputs, project_to_ranks(x_NI, a_RI, layers, first_row)
 
 
-def low_rank(h_NR: Tensor, p: Layer) -> LowRank:
-    """The adapter's part of a layer's output."""
+def get_low_rank(h_NR: Tensor, p: Layer) -> LowRank:
+    """Return the low-rank part of a layer's output."""
     return LowRank(h_NR[:, p.ranks], p.b_Or, p.scaling)
 
 
-def to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
-    """h."""
-    if not _any_drops(layers):
+def project_to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
+    """Compute h."""
+    if not _has_dropout(layers):
         return x_NI @ a_RI.t()
     h_NR = x_NI.new_empty(x_NI.shape[0], a_RI.shape[0])
     for p in layers:
-        torch.mm(p.dropped(x_NI, first_row), a_RI[p.ranks].t(), out=h_NR[:, p.ranks])
+        torch.mm(p.apply_dropout(x_NI, first_row), a_RI[p.ranks].t(), out=h_NR[:, p.ranks])
     return h_NR
 
 
 def backward_to_ranks(g_NOs: Sequence[Tensor], a_RI: Tensor, layers: Sequence[Layer]) -> Tensor:
-    """The gradient of h."""
+    """Compute the gradient of h."""
     gh_NR = g_NOs[0].new_empty(g_NOs[0].shape[0], a_RI.shape[0])
     for g_NO, p in zip(g_NOs, layers, strict=True):
         gh_Nr = gh_NR[:, p.ranks]
@@ -207,21 +203,21 @@ def backward_to_input(
     into: Tensor | None = None,
     columns: Fp8Columns | None = None,
 ) -> Tensor:
-    """The gradient of x.
+    """Compute the gradient of x.
 
     Args:
-        columns: of the layers, by `fp8_columns`, from callers that work in tiles; here and below.
+        columns: of `transpose_fp8`, from callers that work in tiles; here and below.
     """
     gx_NI = gh_NR.new_empty(gh_NR.shape[0], a_RI.shape[1]) if into is None else into
-    if not _any_drops(layers):
+    if not _has_dropout(layers):
         return _backward_through_weights(g_NOs, layers, gx_NI, columns, narrow=(gh_NR, a_RI))
     _backward_through_weights(g_NOs, layers, gx_NI, columns)
     for p in layers:
-        p.dropped(gh_NR[:, p.ranks] @ a_RI[p.ranks], first_row, add_to=gx_NI)
+        p.apply_dropout(gh_NR[:, p.ranks] @ a_RI[p.ranks], first_row, add_to=gx_NI)
     return gx_NI
 
 
-def backward_to_input_apart(
+def backward_to_input_base(
     g_NO: Tensor,
     gh_NR: Tensor,
     a_RI: Tensor,
@@ -229,47 +225,44 @@ def backward_to_input_apart(
     first_row: int = 0,
     columns: Fp8Columns | None = None,
 ) -> tuple[Tensor, LowRank | None]:
-    """The gradient of one layer's x, of which the adapter's part may be left to the caller."""
-    if _any_drops(layers):
+    """Compute the gradient of one layer's x; without dropout the caller adds the low-rank part."""
+    if _has_dropout(layers):
         return backward_to_input([g_NO], gh_NR, a_RI, layers, first_row, columns=columns), None
     gx_NI = gh_NR.new_empty(gh_NR.shape[0], a_RI.shape[1])
     return _backward_through_weights([g_NO], layers, gx_NI, columns), LowRank(gh_NR, a_RI.t())
 
 
 def backward_to_a(gh_NR: Tensor, x_NI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
-    """The gradient of the stacked A, in the dtype of x."""
-    if not _any_drops(layers):
+    """Compute the gradient of the stacked A, in the dtype of x."""
+    if not _has_dropout(layers):
         return gh_NR.t() @ x_NI
-    grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
+    grads = [gh_NR[:, p.ranks].t() @ p.apply_dropout(x_NI, first_row) for p in layers]
     return grads[0] if len(grads) == 1 else torch.cat(grads)
 
 
 def backward_to_bs(g_NOs: Sequence[Tensor], h_NR: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-    """The gradient of every B, in the dtype of x."""
+    """Compute the gradient of every B, in the dtype of x."""
     return [
         torch.addmm(p.b_Or, g_NO.t(), h_NR[:, p.ranks], beta=0, alpha=p.scaling)
         for g_NO, p in zip(g_NOs, layers, strict=True)
     ]
 
 
-def cast_together(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Any]:
-    """The tensors in these dtypes, all that are cast in one launch.
-
-    Autograd would cast the gradient of each parameter in a launch of its own.
-    """
-    given, together = list[Any](tensors), list[Any](tensors)
-    places = [i for i, x in enumerate(given) if x is not None and x.dtype != dtypes[i]]
-    if places:
-        for i in places:
-            together[i] = torch.empty_like(given[i], dtype=dtypes[i])
-        torch._foreach_copy_([together[i] for i in places], [given[i] for i in places])
-    return together
+def cast_in_one_launch(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Any]:
+    """Cast tensors to these dtypes in one launch; autograd would launch once for each gradient."""
+    cast = list[Any](tensors)
+    pairs = [(i, x) for i, x in enumerate(tensors) if x is not None and x.dtype != dtypes[i]]
+    if pairs:
+        for i, x in pairs:
+            cast[i] = torch.empty_like(x, dtype=dtypes[i])
+        torch._foreach_copy_([cast[i] for i, _ in pairs], [x for _, x in pairs])
+    return cast
 
 
-def by_layer(
+def order_by_layer(
     factors: Sequence[Tensor], biases: Sequence[Tensor | None], layers: Sequence[Layer]
 ) -> list[Any]:
-    """Gradients as `stack` takes tensors: bias (or None), A and B of each layer in turn."""
+    """Order gradients as `stack_layers` takes tensors: bias (or None), A and B of each layer in turn."""
     grad_a_RI, *grad_bs = factors
     return [
         grad
@@ -278,43 +271,35 @@ def by_layer(
     ]
 
 
-def shaped(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[..., O]` for an input of this shape. To autograd it is no view: those may not be changed in place."""
+def reshape_output(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
+    """Reshape to `[..., O]` for an input of this shape. Autograd sees no view: it may be changed in place."""
     return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
 
 
-def as_they_are(tensors: Sequence[Any]) -> list[Any]:
-    """Weights for a node to keep: a parameter that gets other `data` later does not change them.
-
-    They share the version of the parameter, by which a change in place is noticed.
-    """
+def detach_all(tensors: Sequence[Any]) -> list[Any]:
+    """Detach weights for a node: a parameter's later `data` changes nothing; they share its version."""
     return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
-def versions(frozen: Sequence[HasWeight], tensors: Sequence[Tensor | None] = ()) -> Versions:
-    """What `unchanged` compares with, for tensors that a node keeps by reference.
+def record_versions(frozen: Sequence[HasWeight], tensors: Sequence[Tensor | None] = ()) -> Versions:
+    """Record the versions of tensors that a node keeps by reference, for `check_unchanged`.
 
-    They are not saved through autograd: under checkpointing all that is saved is computed again, and a
-    quantised weight is no tensor.
+    Autograd does not save them: checkpointing would compute them again, and a quantised weight is no tensor.
     """
-    memory = [own.weight if isinstance(own.weight, Tensor) else own.weight[0] for own in frozen]
+    memory = [part.weight if isinstance(part.weight, Tensor) else part.weight[0] for part in frozen]
     return [(x, 0 if x is None or x.is_inference() else x._version) for x in (*memory, *tensors)]
 
 
-def unchanged(held: Versions) -> None:
-    """Check what autograd checks for tensors that it saves.
-
-    Raises:
-        RuntimeError: one was modified in place since the forward pass.
-    """
-    if any(x is not None and not x.is_inference() and x._version != version for x, version in held):
+def check_unchanged(recorded: Versions) -> None:
+    """Raise RuntimeError if a tensor was modified in place since the forward pass, as autograd does."""
+    if any(x is not None and not x.is_inference() and x._version != version for x, version in recorded):
         raise RuntimeError(
             "a layer's weight was modified in place between forward and backward; change it after backward()"
         )
 
 
 def backward_pass(backward: Callable[..., Any]) -> Any:
-    """`once_differentiable`, with autocast off: the dtypes are those of the forward pass."""
+    """Decorate like `once_differentiable`, with autocast off: the dtypes are those of the forward pass."""
 
     @once_differentiable
     @wraps(backward)
@@ -328,17 +313,17 @@ def backward_pass(backward: Callable[..., Any]) -> Any:
     return run
 
 
-def _any_drops(layers: Sequence[Layer]) -> bool:
+def _has_dropout(layers: Sequence[Layer]) -> bool:
     return any(p.frozen.seed is not None for p in layers)
 
 
-def _quantised_for(layers: Sequence[Layer], x_NI: Tensor) -> Fp8Rows | None:
-    """x as the layers in fp8 take it, or None where there are none."""
+def _quantise_input(layers: Sequence[Layer], x_NI: Tensor) -> Fp8Rows | None:
+    """Quantise x for the layers in fp8; None without any."""
     return quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
 
 
-def _fp8_base(x_fp8: Fp8Rows | None, p: Layer, out: Tensor) -> Tensor:
-    """x W_pᵀ + b_p of a layer in fp8, written to `out`."""
+def _forward_fp8(x_fp8: Fp8Rows | None, p: Layer, out: Tensor) -> Tensor:
+    """Write x W_pᵀ + b_p of a layer in fp8 to `out`."""
     assert x_fp8 is not None
     assert isinstance(p.weight, Fp8Rows)
     fp8_linear(x_fp8, p.weight, out)
@@ -352,14 +337,10 @@ def _backward_through_weights(
     columns: Fp8Columns | None,
     narrow: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Σ g W_p, written to gx.
-
-    Args:
-        narrow: two matrices whose product is added.
-    """
+    """Write Σ g W_p, plus the product of the `narrow` pair, to gx."""
     in_fp8 = [g_NO for g_NO, p in zip(g_NOs, layers, strict=True) if isinstance(p.weight, Fp8Rows)]
     if in_fp8:  # the order is that of `forward`
-        columns = columns or fp8_columns(layers)
+        columns = columns or transpose_fp8(layers)
         assert columns is not None
         fp8_linear_backward(in_fp8, columns, gx_NI)
     is_begun = bool(in_fp8)

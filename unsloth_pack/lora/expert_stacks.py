@@ -1,8 +1,9 @@
-"""Stacked experts and PEFT's adapters on them, as modules.
+"""Stacked experts, quantised stacks, and PEFT's adapters on them, as modules.
 
-transformers holds the weights of all experts of a layer in two stacked parameters, and says in attributes of
-the module how they lie. PEFT puts an adapter on such a parameter by a `ParamWrapper` around the module, one
-around the other where both have one.
+transformers stacks the weights of all experts of a layer in two parameters; attributes of the module describe
+their layout. PEFT adapts such a parameter by a `ParamWrapper` around the module, nested if both are adapted.
+A stack in 4 bits or in fp8 is frozen, and a torch parametrization of the parameter: PEFT and transformers'
+forward read dequantised_stacks weights, the fused forward reads the quantised ones.
 """
 
 import copy
@@ -20,12 +21,6 @@ from unsloth_pack.kernels import Fp8Rows, NestedScales, dequantize_4bit, quantiz
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import is_gathered_as_group
 
-# Stacked experts in 4 bits or in fp8: frozen, and dequantised at each use.
-#
-# A quantised stack is a parametrization of torch on the parameter. So whoever reads the parameter, such as
-# PEFT
-# or transformers' own forward, gets the dequantised weights, and the fused forward reads what is stored.
-
 if is_bitsandbytes_available():
     from bitsandbytes import functional
 
@@ -38,8 +33,8 @@ class Nf4Stack(NamedTuple):
 
     Args:
         packed: uint8, in the layout of bitsandbytes.
-        code, scales: as of `dequantize_4bit`.
-        shape, dtype: of what it stands for.
+        code, scales: as for `dequantize_4bit`.
+        shape, dtype: of the dequantised_stacks stack.
     """
 
     packed: Tensor
@@ -49,7 +44,7 @@ class Nf4Stack(NamedTuple):
     dtype: torch.dtype
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The stack in `dtype`."""
+        """Return the stack in `dtype`."""
         return dequantize_4bit(self.packed.view(-1), self.code, self.scales, _BLOCK, dtype).view(self.shape)
 
 
@@ -59,7 +54,7 @@ class Fp8Stack(NamedTuple):
     Args:
         values: float8_e4m3fn.
         scale: float32, 1 in its last dim.
-        dtype: of what it stands for.
+        dtype: of the dequantised_stacks stack.
     """
 
     values: Tensor
@@ -71,13 +66,13 @@ class Fp8Stack(NamedTuple):
         return self.values.shape
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The stack in `dtype`."""
+        """Return the stack in `dtype`."""
         rows = Fp8Rows(self.values.flatten(0, 1), self.scale.view(-1, 1))
         return rows.dequantized(dtype).view(self.shape)
 
 
-class _InNf4(nn.Module):
-    """The parametrization that dequantises NF4."""
+class _Nf4Dequantizer(nn.Module):
+    """Dequantise NF4, as a parametrization."""
 
     code: Tensor
     values: Tensor
@@ -88,10 +83,11 @@ class _InNf4(nn.Module):
     def __init__(self, state: Any):
         super().__init__()
         self.shape, self.dtype, self.group = state.shape, state.dtype, state.state2.blocksize
-        outer = state.state2
-        held = dict(code=state.code, values=state.absmax, scale_code=outer.code, scale=outer.absmax)
-        for name, tensor in {**held, "offset": state.offset}.items():
-            self.register_buffer(name, tensor)
+        self.register_buffer("code", state.code)
+        self.register_buffer("values", state.absmax)
+        self.register_buffer("scale_code", state.state2.code)
+        self.register_buffer("scale", state.state2.absmax)
+        self.register_buffer("offset", state.offset)
 
     def stored(self, packed: Tensor) -> Nf4Stack:
         scales = NestedScales(self.values, self.scale_code, self.scale, self.offset, self.group)
@@ -101,8 +97,8 @@ class _InNf4(nn.Module):
         return self.stored(packed).dequantized(self.dtype)
 
 
-class _InFp8(nn.Module):
-    """The parametrization that dequantises e4m3."""
+class _Fp8Dequantizer(nn.Module):
+    """Dequantise e4m3, as a parametrization."""
 
     scale: Tensor
 
@@ -118,72 +114,69 @@ class _InFp8(nn.Module):
         return self.stored(values).dequantized(self.dtype)
 
 
-def stored_stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack | None:
-    """What a module holds of a stack; None where it holds none, or something is added to it at each use."""
+def get_stored_stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack | None:
+    """Return a module's stack as it is stored; None without one, or if a parametrization changes it."""
     if not is_parametrized(experts, name):
         weight = getattr(experts, name, None)
         return weight if isinstance(weight, nn.Parameter) else None
-    added = experts.parametrizations[name]
-    if len(added) > 1 or not isinstance(added[0], _InNf4 | _InFp8):
+    chain = experts.parametrizations[name]
+    if len(chain) > 1 or not isinstance(chain[0], _Nf4Dequantizer | _Fp8Dequantizer):
         return None
-    return added[0].stored(added.original)
+    return chain[0].stored(chain.original)
 
 
 def is_quantised(experts: Any) -> bool:
-    """Whether a module holds a stack in 4 bits or in fp8."""
-    return any(isinstance(stored_stack(experts, name), Nf4Stack | Fp8Stack) for name in STACKS)
+    """True if a module has a stack in 4 bits or in fp8."""
+    return any(isinstance(get_stored_stack(experts, name), Nf4Stack | Fp8Stack) for name in STACKS)
 
 
 def quantise_stacks(experts: Any, kind: str) -> bool:
-    """Quantise the stacks of a module; False where their sizes do not allow it.
-
-    Args:
-        kind: "nf4" or "fp8".
-    """
+    """Quantise the stacks of a module to "nf4" or "fp8"; False if their sizes do not allow it."""
     weights = [getattr(experts, name).detach() for name in STACKS]
     if any(weight.numel() % _BLOCK or weight.shape[-1] % 16 for weight in weights):
         return False
     for name, weight in zip(STACKS, weights, strict=True):
-        in_few_bits = _in_nf4(weight) if kind == "nf4" else _in_fp8(weight)
-        setattr(experts, name, nn.Parameter(in_few_bits[0], requires_grad=False))
-        register_parametrization(experts, name, in_few_bits[1], unsafe=True)
+        values, dequantizer = _to_nf4(weight) if kind == "nf4" else _to_fp8(weight)
+        setattr(experts, name, nn.Parameter(values, requires_grad=False))
+        register_parametrization(experts, name, dequantizer, unsafe=True)
     return True
 
 
 def dequantised_copy(experts: Any, dtype: torch.dtype) -> Any:
-    """A copy of a module of experts in `dtype`, whose stacks are parameters."""
+    """Copy a module of experts in `dtype`, with parameters as stacks."""
     inside = {id(module) for module in experts.modules()}
-    referred_to = [one for one in vars(experts).values() if isinstance(one, nn.Module)]
-    copied = copy.deepcopy(experts, {id(one): one for one in referred_to if id(one) not in inside})
+    others = [
+        value for value in vars(experts).values() if isinstance(value, nn.Module) and id(value) not in inside
+    ]
+    copied = copy.deepcopy(experts, {id(other): other for other in others})
     if is_quantised(copied):
         _replace_by_parameters(copied, {name: getattr(copied, name).detach() for name in STACKS})
     return copied.to(dtype)
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Parameters of the same shape and dtype, but without memory, stand in for quantised stacks meanwhile.
+def placeholder_stacks(model: nn.Module) -> Iterator[None]:
+    """Replace quantised stacks by parameters of the same shape and dtype, without memory, for a while.
 
-    PEFT nests its adapters on parametrized parameters in another order, and its files would then hold the
-    adapters of one stack under the name of the other.
+    PEFT nests adapters on parametrized parameters in another order: its files would swap the adapters' names.
     """
-    with ExitStack() as all_of_them:
+    with ExitStack() as exits:
         for experts in [module for module in model.modules() if _is_quantised_module(module)]:
             device = next(experts.parameters()).device
-            stacks: dict[str, Any] = {name: stored_stack(experts, name) for name in STACKS}
+            stacks: dict[str, Any] = {name: get_stored_stack(experts, name) for name in STACKS}
             empty = {
                 name: torch.zeros(1, dtype=stack.dtype, device=device).expand(stack.shape)
                 for name, stack in stacks.items()
             }
-            all_of_them.enter_context(_as_parameters(experts, empty))
+            exits.enter_context(_as_parameters(experts, empty))
         yield
 
 
 @contextmanager
-def dequantised(experts: Any) -> Iterator[None]:
-    """The stacks of a module are parameters meanwhile, and it is not patched.
+def dequantised_stacks(experts: Any) -> Iterator[None]:
+    """Replace a module's quantised stacks by dequantised_stacks parameters, unpatched, for a while.
 
-    PEFT 0.21 does not take off again what it adds to parameters that are parametrized already.
+    PEFT 0.21 does not remove its own parametrization from a parameter that had another one before.
     """
     if not _is_quantised_module(experts):
         yield
@@ -210,38 +203,42 @@ def _is_quantised_module(module: nn.Module) -> bool:
 
 
 def _replace_by_parameters(experts: Any, weights: Mapping[str, Tensor]) -> None:
-    """Put parameters into the place of quantised stacks.
+    """Replace quantised stacks by parameters.
 
-    Not by torch's `remove_parametrizations`: it takes a patched class for the one that it has made.
+    torch's `remove_parametrizations` would take a patched class for its own.
     """
     kinds = type(experts).__mro__
-    made_by_torch = max(i for i, kind in enumerate(kinds) if STACKS[0] in vars(kind))  # it has a property
+    parametrized = max(
+        i for i, kind in enumerate(kinds) if STACKS[0] in vars(kind)
+    )  # torch's: it has a property
     del experts.parametrizations
-    experts.__class__ = kinds[made_by_torch + 1]
+    experts.__class__ = kinds[parametrized + 1]
     for name, weight in weights.items():
         setattr(experts, name, nn.Parameter(weight, requires_grad=False))
 
 
-def _in_nf4(weight: Tensor) -> tuple[Tensor, nn.Module]:
+def _to_nf4(weight: Tensor) -> tuple[Tensor, nn.Module]:
     packed, state = functional.quantize_4bit(
         weight.contiguous(), blocksize=_BLOCK, quant_type="nf4", compress_statistics=True
     )
-    return packed, _InNf4(state)
+    return packed, _Nf4Dequantizer(state)
 
 
-def _in_fp8(weight: Tensor) -> tuple[Tensor, nn.Module]:
+def _to_fp8(weight: Tensor) -> tuple[Tensor, nn.Module]:
     rows = quantize_rows(weight.flatten(0, 1))
-    return rows.values.view(weight.shape), _InFp8(rows.scale.view(*weight.shape[:2], 1), weight.dtype)
+    return rows.values.view(weight.shape), _Fp8Dequantizer(
+        rows.scale.view(*weight.shape[:2], 1), weight.dtype
+    )
 
 
 UNGATED_STACKS = ("up_proj", "down_proj")
 
 
 class ExpertsModule(nn.Module):
-    """A transformers module of stacked experts: the attributes that its decorator gives it.
+    """Types of the attributes of a transformers module of stacked experts.
 
     Args:
-        gate_up_proj: `[E, 2F, C]`, or `[E, C, 2F]` where `is_transposed`.
+        gate_up_proj: `[E, 2F, C]`, or `[E, C, 2F]` if `is_transposed`.
         down_proj: `[E, C, F]`, or `[E, F, C]`.
     """
 
@@ -256,7 +253,7 @@ class ExpertsModule(nn.Module):
 
 
 class PeftStack(nn.Module):
-    """A `ParamWrapper`: the types of its attributes, which PEFT leaves open."""
+    """Types of the attributes of a `ParamWrapper`, which PEFT leaves open."""
 
     base_layer: nn.Module
     parameter_name: str
@@ -286,67 +283,64 @@ class ExpertAdapter(NamedTuple):
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module holds stacked experts in the way of transformers, with a gate."""
+    """True for a transformers module of stacked experts with a gate."""
     if not hasattr(module, "is_transposed"):
         return False
-    held = [stored_stack(module, name) for name in STACKS]
-    return all(stack is not None and len(stack.shape) == 3 for stack in held)
+    stacks = [get_stored_stack(module, name) for name in STACKS]
+    return all(stack is not None and len(stack.shape) == 3 for stack in stacks)
 
 
 def is_ungated_experts(module: Any) -> bool:
-    """Whether a module holds stacked experts in the way of transformers, without a gate: no kernel's."""
+    """True for a transformers module of stacked experts without a gate, which no kernel supports."""
     stacks = [getattr(module, name, None) for name in UNGATED_STACKS]
     return getattr(module, "has_gate", True) is False and all(
         isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks
     )
 
 
-def ungated_stacks(model: nn.Module) -> list[str]:
-    """The paths of stacked parameters of experts without a gate."""
-    found = [path for path, module in model.named_modules() if is_ungated_experts(module)]
-    return [f"{path}.{stack}" for path in found for stack in UNGATED_STACKS]
+def list_ungated_stacks(model: nn.Module) -> list[str]:
+    """List the paths of stacked parameters of experts without a gate."""
+    paths = [path for path, module in model.named_modules() if is_ungated_experts(module)]
+    return [f"{path}.{stack}" for path in paths for stack in UNGATED_STACKS]
 
 
 def quantise_experts(model: Any, kind: str) -> int:
-    """Quantise the experts of a model's decoder, one layer after another, and return in how many layers.
-
-    Args:
-        kind: "nf4" or "fp8".
-    """
-    found = [module for module in model.get_decoder().layers.modules() if is_experts(module)]
-    return sum(quantise_stacks(module, kind) for module in found)
+    """Quantise the experts of a model's decoder to "nf4" or "fp8"; return the number of layers."""
+    return sum(
+        quantise_stacks(module, kind) for module in model.get_decoder().layers.modules() if is_experts(module)
+    )
 
 
 def is_expert_adapter(module: Any) -> bool:
-    """Whether a module is PEFT's adapter on stacked experts."""
+    """True for PEFT's adapter on stacked experts."""
     return isinstance(module, ParamWrapper) and is_experts(module.get_base_layer())
 
 
-def wrappers_of(wrapper: Any) -> Iterator[Any]:
-    """The wrapper and those inside it, down to the experts."""
+def iterate_wrappers(wrapper: Any) -> Iterator[Any]:
+    """Iterate over the wrapper and those inside it, down to the experts."""
     while isinstance(wrapper, ParamWrapper):
         yield wrapper
         wrapper = wrapper.base_layer
 
 
-def in_use(wrapper: PeftStack) -> list[str]:
-    """The adapters whose output a wrapper adds: none where they are off, or merged into the weights."""
+def list_active_adapters(wrapper: PeftStack) -> list[str]:
+    """List the adapters whose output a wrapper adds: none if they are off or merged."""
     if wrapper.disable_adapters or wrapper.merged:
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def adapter_of(wrapper: PeftStack) -> ExpertAdapter:
-    """The adapter that a wrapper applies, where `why_adapter_not_fused` is None and one is in use."""
-    (name,) = in_use(wrapper)
+def get_adapter(wrapper: PeftStack) -> ExpertAdapter:
+    """Return the one adapter that a wrapper applies, if `why_adapter_not_fused` is None."""
+    (name,) = list_active_adapters(wrapper)
     return ExpertAdapter(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
 
 
 def why_adapter_not_fused(wrapper: PeftStack) -> str | None:
-    """Why an adapter on stacked experts runs through PEFT's own forward; None where it is fused."""
+    """Explain why an adapter on stacked experts runs through PEFT's forward; None if it is fused."""
     if wrapper.disable_adapters and wrapper.merged:
         return "PEFT unmerges it first"
-    if len(names := in_use(wrapper)) > 1:
+    if len(names := list_active_adapters(wrapper)) > 1:
         return f"{len(names)} active adapters"
     for name in names:
         lora_a, lora_b = wrapper.lora_A[name], wrapper.lora_B[name]
@@ -355,19 +349,19 @@ def why_adapter_not_fused(wrapper: PeftStack) -> str | None:
         if has_hooks(lora_a, lora_b):
             return "hooks inside"
         if not _is_in_known_layout(wrapper, lora_a.weight, lora_b.weight):
-            return "its factors lie otherwise than in PEFT 0.21"
+            return "its factors have another layout than in PEFT 0.21"
     return None
 
 
 def _is_in_known_layout(wrapper: PeftStack, lora_a: Tensor, lora_b: Tensor) -> bool:
     experts: Any = wrapper.get_base_layer()
-    stack = stored_stack(experts, wrapper.parameter_name)
+    stack = get_stored_stack(experts, wrapper.parameter_name)
     if stack is None:
         return False
     sizes = stack.shape
     n_inputs, n_outputs = sizes[1:] if experts.is_transposed else (sizes[2], sizes[1])
     ranks = len(lora_a)
     shapes_fit = lora_a.shape == (ranks, n_inputs) and lora_b.shape == (n_outputs, ranks)
-    # Where inputs and outputs are equally many, shapes do not tell them apart
+    # Shapes cannot tell equally many inputs and outputs apart
     is_swapped = getattr(wrapper, "_did_swap_in_out_features", None)
     return shapes_fit and ranks % sizes[0] == 0 and is_swapped is (not experts.is_transposed)

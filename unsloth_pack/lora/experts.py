@@ -6,10 +6,11 @@ Every stack of weights W `[E, ..]` is frozen, and has an adapter of its own for 
 
     down_e(x) = x W_e + b_e + s (x A_eᵀ) B_eᵀ
 
-The gradient of W is never made, and of the adapters' path only what is as narrow as a rank is kept. The rows
-of x are gathered again in the backward pass; gate and up are kept or computed again there. All shapes depend
-on the number of tokens alone, and nothing waits for the device, so a step may be captured. The sum over a
-token's experts has one order, so it gives the same bits every time.
+The gradient of W is never computed. Of the adapters' path only rank-wide activations are saved. The backward
+pass gathers the rows of x again, and has gate and up saved or computes them again. Shapes depend only on the
+number of tokens and nothing waits for the device: a step can be captured. The sum over a token's experts has
+    one
+order: the same bits every time.
 
 Shapes: N tokens of k experts each, S = N * k rows sorted by expert, E experts, C inputs and outputs of an
 expert, F features inside, r the rank of an expert's adapter.
@@ -34,7 +35,7 @@ from unsloth_pack.kernels import (
 )
 from unsloth_pack.kernels.launch import is_last_pass
 from unsloth_pack.lora import arithmetic
-from unsloth_pack.lora.mlp import Start
+from unsloth_pack.lora.mlp import SaveInputs
 
 _RANK_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that grouped GEMMs read at a time
 
@@ -43,7 +44,7 @@ class Stack(NamedTuple):
     """The frozen weights of all experts for one projection.
 
     Args:
-        weight: `[E, O, I]`, or `[E, I, O]` where `is_transposed`; quantised, it is dequantised at each use.
+        weight: `[E, O, I]`, or `[E, I, O]` if `is_transposed`. A quantised one is dequantised at each use.
         bias: `[E, O]`, or None.
         scaling: factor on the adapter's output; None without an adapter.
     """
@@ -54,19 +55,19 @@ class Stack(NamedTuple):
     scaling: float | None
 
     def weight_EIO(self, dtype: torch.dtype) -> Tensor:
-        """A view of the weights, or of what they are dequantised to."""
+        """Return a view of the weights, dequantised if necessary."""
         weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantized(dtype)
         return weight if self.is_transposed else weight.transpose(1, 2)
 
 
 class Routing(NamedTuple):
-    """Where the rows of each expert are. It stays on the device.
+    """The rows of each expert, on the device.
 
     Args:
         expert_S: the expert of each row, ascending.
-        slot_S: which of the N * k choices of an expert a row is.
+        slot_S: the row's index among the N * k choices of an expert.
         token_S: the token of each row.
-        place_Nk: the row of each token's choices.
+        place_Nk: the rows of each token.
         ends_E: int32, the first row after those of each expert.
     """
 
@@ -77,7 +78,8 @@ class Routing(NamedTuple):
     ends_E: Tensor
 
     @classmethod
-    def of(cls, experts_Nk: Tensor, n_experts: int) -> "Routing":
+    def sort(cls, experts_Nk: Tensor, n_experts: int) -> "Routing":
+        """Sort the rows by expert."""
         narrow = experts_Nk.reshape(-1).to(torch.int16)  # a quarter of the passes of a sort in 64 bits
         expert_S, slot_S = narrow.sort(stable=True)
         place_S = torch.empty_like(slot_S)
@@ -88,7 +90,7 @@ class Routing(NamedTuple):
         return cls(expert_S, slot_S, token_S, place_S.view(experts_Nk.shape), ends_E)
 
     def experts_Nk(self) -> Tensor:
-        """int64, the experts of each token."""
+        """Return the experts of each token, int64."""
         return self.expert_S[self.place_Nk].long()
 
 
@@ -101,32 +103,28 @@ def routed_experts(
     gate: Gate,
     keep: bool,
 ) -> Tensor:
-    """`[N, C]`: for each token the weighted sum of what its experts make of it.
+    """Compute the weighted sum of each token's experts, `[N, C]`.
 
     Args:
-        x_NC: in the dtype that the experts compute in.
+        x_NC: in the compute dtype.
         experts_Nk: int64, the experts of each token.
-        weights_Nk: what their outputs are multiplied by.
+        weights_Nk: the router's weights of their outputs.
         stacks: of gate and up in one, and of down.
-        factors: A `[E * r, I]`, expert by expert, and B `[O, r * E]`, rank by rank, of the two stacks; None
-            without an adapter. PEFT's layout.
-        keep: whether gate and up are kept for the backward pass.
+        factors: A `[E * r, I]`, expert by expert, and B `[O, r * E]`, rank by rank, of the two stacks, as in
+            PEFT; None without an adapter.
+        keep: True to save gate and up for the backward pass.
     """
-    routing = Routing.of(experts_Nk, stacks[0].weight.shape[0])
+    routing = Routing.sort(experts_Nk, stacks[0].weight.shape[0])
     call = _Call(stacks, gate, routing, keep)
     if torch.is_grad_enabled() and x_NC.requires_grad and not keep:
-        x_NC = Start.apply(x_NC, (x_NC, weights_Nk.detach()))
+        x_NC = SaveInputs.apply(x_NC, (x_NC, weights_Nk.detach()))
         call.start = x_NC.grad_fn
     return _RoutedExperts.apply(x_NC, weights_Nk, call, *factors)
 
 
 @dataclass
 class _Call:
-    """What one call of the node needs beside tensors with gradients.
-
-    Args:
-        start: the autograd node of `Start`, where that saved the inputs.
-    """
+    """Arguments of a call without gradients. start: the node of `SaveInputs`, if it saved the inputs."""
 
     stacks: tuple[Stack, Stack]
     gate: Gate
@@ -136,11 +134,11 @@ class _Call:
 
 
 class _Adapter(NamedTuple):
-    """An adapter as grouped GEMMs take it, in the dtype that is computed in.
+    """An adapter for grouped GEMMs, in the compute dtype.
 
     Args:
-        a_ErI, b_ErO: contiguous; r is a multiple of 8, and what the factors lack is 0.
-        rank: of the factors.
+        a_ErI, b_ErO: contiguous, r padded to a multiple of 8 with zeros.
+        rank: without the padding.
     """
 
     a_ErI: Tensor
@@ -149,29 +147,29 @@ class _Adapter(NamedTuple):
     scaling: float
 
     @classmethod
-    def of(cls, stack: Stack, factors: Sequence[Tensor | None], dtype: torch.dtype) -> "_Adapter | None":
+    def build(cls, stack: Stack, factors: Sequence[Tensor | None], dtype: torch.dtype) -> "_Adapter | None":
         lora_a, lora_b = factors
         if stack.scaling is None or lora_a is None or lora_b is None:
             return None
         n_experts, n_outputs = stack.weight.shape[0], len(lora_b)
         rank = len(lora_a) // n_experts
-        a_ErI = _padded(lora_a.view(n_experts, rank, -1), dtype)
-        b_ErO = _padded(lora_b.view(n_outputs, rank, n_experts).permute(2, 1, 0), dtype)
+        a_ErI = _pad_ranks(lora_a.view(n_experts, rank, -1), dtype)
+        b_ErO = _pad_ranks(lora_b.view(n_outputs, rank, n_experts).permute(2, 1, 0), dtype)
         return cls(a_ErI, b_ErO, rank, stack.scaling)
 
-    def gradients(self, grad_a_ErI: Tensor, grad_b_ErO: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
-        """Of PEFT's A and B in their dtypes, from the unscaled ones of the padded factors."""
-        in_peft_order = grad_a_ErI[:, : self.rank], grad_b_ErO[:, : self.rank].permute(2, 1, 0)
+    def to_peft(self, grad_a_ErI: Tensor, grad_b_ErO: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
+        """Scale the gradients of the padded factors and return them in PEFT's layout and dtypes."""
+        views = grad_a_ErI[:, : self.rank], grad_b_ErO[:, : self.rank].permute(2, 1, 0)
         grads = []
-        for grad, dtype in zip(in_peft_order, dtypes, strict=True):
+        for grad, dtype in zip(views, dtypes, strict=True):
             copied = torch.empty(grad.shape, dtype=dtype, device=grad.device)
             copied.copy_(grad)
             grads.append(copied if self.scaling == 1 else copied.mul_(self.scaling))
         return [grads[0].flatten(0, 1), grads[1].flatten(1)]
 
 
-def _padded(factor_ErX: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, with the rank rounded up to what a grouped GEMM reads."""
+def _pad_ranks(factor_ErX: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a factor, contiguous, with the rank padded for grouped GEMMs."""
     n_experts, rank, width = factor_ErX.shape
     missing = -rank % _RANK_MULTIPLE
     padded = factor_ErX.new_empty((n_experts, rank + missing, width), dtype=dtype)
@@ -189,20 +187,16 @@ class _Projection(NamedTuple):
     ends_E: Tensor
 
     def forward(self, x_SI: Tensor) -> tuple[Tensor, Scaled | None, Tensor | None]:
-        """x W, the adapter's part, and h, what A makes of x."""
+        """Compute x W, the low-rank part, and h = x Aᵀ."""
         y_SO = grouped_mm(x_SI, self.stack.weight_EIO(x_SI.dtype), self.ends_E)
         if self.adapter is None:
             return y_SO, None, None
         h_Sr = grouped_mm(x_SI, self.adapter.a_ErI.transpose(1, 2), self.ends_E)
-        return y_SO, self.of_adapter(h_Sr), h_Sr
-
-    def of_adapter(self, h_Sr: Tensor) -> Scaled:
-        """The adapter's part of the output."""
-        assert self.adapter is not None
-        return Scaled(grouped_mm(h_Sr, self.adapter.b_ErO, self.ends_E), self.adapter.scaling)
+        low_rank = Scaled(grouped_mm(h_Sr, self.adapter.b_ErO, self.ends_E), self.adapter.scaling)
+        return y_SO, low_rank, h_Sr
 
     def backward(self, g_SO: Tensor) -> tuple[Tensor, Scaled | None, Tensor | None]:
-        """The gradient of x through W, that through the adapter, and that of h, unscaled."""
+        """Compute the gradient of x through W, that through the adapter, and that of h, unscaled."""
         gx_SI = grouped_mm(g_SO, self.stack.weight_EIO(g_SO.dtype).transpose(1, 2), self.ends_E)
         if self.adapter is None:
             return gx_SI, None, None
@@ -218,56 +212,57 @@ class _Projection(NamedTuple):
         h_Sr: Tensor | None,
         dtypes: Sequence[Any],
     ) -> list[Tensor | None]:
-        """Of A and B."""
+        """Compute the gradients of A and B."""
         if self.adapter is None or gh_Sr is None or h_Sr is None:
             return [None, None]
         grad_a_ErI = grouped_outer(gh_Sr, x_SI, self.ends_E)
         grad_b_ErO = grouped_outer(h_Sr, g_SO, self.ends_E)
-        return [*self.adapter.gradients(grad_a_ErI, grad_b_ErO, dtypes)]
+        return [*self.adapter.to_peft(grad_a_ErI, grad_b_ErO, dtypes)]
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, weights_Nk: Tensor, call: _Call, *factors: Tensor | None) -> Tensor:
-        held = arithmetic.as_they_are(factors)
+        detached = arithmetic.detach_all(factors)
         routing = call.routing
-        inner, down = _projections(call, held, x_NC.dtype)
+        inner, down = _projections(call, detached, x_NC.dtype)
         weight_S = weights_Nk.reshape(-1)[routing.slot_S]
         base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
         total = _inner_sum(base, low_rank, call)
         product_SF = routed_gate_(total, weight_S, call.gate, call.keep)
         del base, low_rank
-        y_SC, of_adapter, ctx.h_of_down = down.forward(product_SF)
-        y_NC = sum_of_rows(_parts(y_SC, of_adapter), routing.place_Nk)
+        y_SC, low_rank, ctx.h_down = down.forward(product_SF)
+        y_NC = sum_of_rows(_parts(y_SC, low_rank), routing.place_Nk)
         if down.stack.bias is not None:
-            y_NC += _by_expert(weights_Nk, call, y_NC.dtype) @ down.stack.bias
+            y_NC += _spread_weights(weights_Nk, call, y_NC.dtype) @ down.stack.bias
         if call.start is None:
             ctx.save_for_backward(x_NC, weights_Nk, *([total.base, h_inner] if call.keep else []))
-        ctx.call, ctx.factors = call, held
+        ctx.call, ctx.factors = call, detached
         ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]
-        ctx.versions = arithmetic.versions(call.stacks, held)
+        ctx.versions = arithmetic.record_versions(call.stacks, detached)
         return y_NC
 
     @staticmethod
     @arithmetic.backward_pass
     def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor | None, ...]:
-        arithmetic.unchanged(ctx.versions)
+        arithmetic.check_unchanged(ctx.versions)
         call: _Call = ctx.call
         routing = call.routing
-        x_NC, weights_Nk, *kept = (ctx if call.start is None else call.start).saved_tensors
+        x_NC, weights_Nk, *saved = (ctx if call.start is None else call.start).saved_tensors
         inner, down = _projections(call, ctx.factors, x_NC.dtype)
         weight_S = weights_Nk.reshape(-1)[routing.slot_S]
-        if kept:
-            total, h_inner = InnerSum(kept[0]), kept[1]
-            g_inner = kept[0] if is_last_pass() else torch.empty_like(kept[0])
+        if saved:
+            total, h_inner = InnerSum(saved[0]), saved[1]
+            g_inner = saved[0] if is_last_pass() else torch.empty_like(saved[0])
         else:
             base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
             total, g_inner = _inner_sum(base, low_rank, call), base
         g_SC = grad_NC.index_select(0, routing.token_S)
-        product_SF, through_adapter, gh_down = down.backward(g_SC)  # its gradient, until the kernel has run
+        # The product's gradient, until the kernel has overwritten it by the product
+        product_SF, through_adapter, gh_down = down.backward(g_SC)
         g_weight_S = routed_gate_backward_(product_SF, through_adapter, total, weight_S, call.gate, g_inner)
         del total, through_adapter
-        of_down = down.factor_gradients(g_SC, gh_down, product_SF, ctx.h_of_down, ctx.dtypes[2:])
+        down_grads = down.factor_gradients(g_SC, gh_down, product_SF, ctx.h_down, ctx.dtypes[2:])
         del g_SC, product_SF
         g_weights_Nk = None
         if ctx.needs_input_grad[1]:
@@ -276,16 +271,16 @@ class _RoutedExperts(torch.autograd.Function):
         grad_x = sum_of_rows(_parts(g_SC, through_adapter), routing.place_Nk)
         del g_SC, through_adapter
         x_SC = x_NC.index_select(0, routing.token_S)
-        of_inner = inner.factor_gradients(g_inner, gh_inner, x_SC, h_inner, ctx.dtypes[:2])
-        return grad_x, g_weights_Nk, None, *of_inner, *of_down
+        inner_grads = inner.factor_gradients(g_inner, gh_inner, x_SC, h_inner, ctx.dtypes[:2])
+        return grad_x, g_weights_Nk, None, *inner_grads, *down_grads
 
 
 def _projections(
     call: _Call, factors: Sequence[Tensor | None], dtype: torch.dtype
 ) -> tuple[_Projection, _Projection]:
-    """Gate and up, and down."""
+    """Build the projections of gate and up, and of down."""
     inner, down = (
-        _Projection(stack, _Adapter.of(stack, factors[2 * i : 2 * i + 2], dtype), call.routing.ends_E)
+        _Projection(stack, _Adapter.build(stack, factors[2 * i : 2 * i + 2], dtype), call.routing.ends_E)
         for i, stack in enumerate(call.stacks)
     )
     return inner, down
@@ -296,12 +291,12 @@ def _inner_sum(base_SF: Tensor, low_rank: Scaled | None, call: _Call) -> InnerSu
     return InnerSum(base_SF, low_rank, bias, None if bias is None else call.routing.expert_S)
 
 
-def _parts(y_SC: Tensor, of_adapter: Scaled | None) -> list[Scaled]:
-    return [Scaled(y_SC, 1.0), *([] if of_adapter is None else [of_adapter])]
+def _parts(y_SC: Tensor, low_rank: Scaled | None) -> list[Scaled]:
+    return [Scaled(y_SC, 1.0), *([] if low_rank is None else [low_rank])]
 
 
-def _by_expert(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-    """`[N, E]`: the weight of every expert for a token, 0 for those that it does not go to."""
+def _spread_weights(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    """Return the weight of every expert for each token, `[N, E]`; 0 for the others."""
     own_E = torch.arange(call.stacks[1].weight.shape[0], device=weights_Nk.device)
     chosen_NkE = call.routing.experts_Nk()[..., None] == own_E
     return (chosen_NkE * weights_Nk[..., None]).sum(1).to(dtype)
@@ -310,7 +305,7 @@ def _by_expert(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
 def _weight_gradient(
     g_weight_S: Tensor, grad_NC: Tensor, weights_Nk: Tensor, stack: Stack, call: _Call
 ) -> Tensor:
-    """Of the router's weights: what is in `g_weight_S`, and the part of down's bias."""
+    """Compute the gradient of the router's weights from `g_weight_S` and down's bias."""
     grad_Nk = g_weight_S[call.routing.place_Nk]
     if stack.bias is not None:
         grad_Nk += (grad_NC @ stack.bias.t()).gather(1, call.routing.experts_Nk())

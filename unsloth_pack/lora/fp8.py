@@ -11,12 +11,12 @@ from unsloth_pack.lora.expert_stacks import quantise_experts
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose weight is frozen, in e4m3 with a scale for every output.
+    """A linear layer with a frozen weight in e4m3 and a scale for every output.
 
-    Every call quantises its input row by row, and its backward pass the gradient of the output.
+    Quantises its input row by row, and in the backward pass the gradient of the output.
 
     Args:
-        linear: the layer that it replaces; `in_features` and `out_features` are multiples of 16.
+        linear: the layer to replace; `in_features` and `out_features` are multiples of 16.
     """
 
     scale: Tensor
@@ -24,7 +24,7 @@ class Fp8Linear(nn.Linear):
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.compute_dtype = linear.weight.dtype  # read by PEFT, which makes adapters in it
+        self.compute_dtype = linear.weight.dtype  # PEFT creates adapters in it
         rows = quantize_rows(linear.weight.detach())
         self.weight = nn.Parameter(rows.values, requires_grad=False)
         self.register_buffer("scale", rows.scale)
@@ -32,11 +32,11 @@ class Fp8Linear(nn.Linear):
 
     @property
     def rows(self) -> Fp8Rows:
-        """The weight `[O, I]`."""
+        """Return the weight `[O, I]`."""
         return Fp8Rows(self.weight, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., O]` from `[..., I]`."""
+        """Map `[..., I]` to `[..., O]`."""
         y = _Fp8Linear.apply(x, self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
@@ -60,12 +60,9 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def quantize_to_fp8(model: Any) -> int:
-    """Put the linear layers and experts of a model's decoder into fp8, one after another.
+    """Quantise the linear layers and experts of a model's decoder; return the number of linear layers.
 
     The head, the embeddings, and layers whose sizes are not multiples of 16 stay as they are.
-
-    Returns:
-        How many linear layers.
     """
     n_quantized = 0
     quantise_experts(model, "fp8")

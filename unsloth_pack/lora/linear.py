@@ -1,4 +1,4 @@
-"""PEFT's LoRA linear layers, those over one input as one autograd node. The arithmetic is in `arithmetic`."""
+"""PEFT's LoRA linear layers; those over one input run as one autograd node, see `arithmetic`."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +17,14 @@ from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, w
 from unsloth_pack.modules.hooks import has_hooks, no_compile
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
-# Seeds of LoRA dropout. A layer that is computed again has to draw the same ones again.
-
-_here = threading.local()  # the backward pass computes layers again in a thread of autograd's
+_local = threading.local()  # the backward pass recomputes layers in a thread of autograd's
 
 
 class SeedTape:
-    """The seeds that were drawn while this was first played, in order. Every later time hands them out again.
+    """Record seeds of LoRA dropout at the first play, and return the same ones at every later play.
 
-    `torch.utils.checkpoint` puts the generator back instead, which a CUDA graph cannot do.
+    A recomputed layer needs the same masks. `torch.utils.checkpoint` restores the generator instead, which a
+    CUDA graph cannot do.
     """
 
     def __init__(self) -> None:
@@ -33,61 +32,57 @@ class SeedTape:
         self._next = 0
 
     @contextmanager
-    def played(self) -> Iterator[None]:
-        """Seeds come from the beginning of this tape."""
-        before, self._next = getattr(_here, "tape", None), 0
-        _here.tape = self
+    def play(self) -> Iterator[None]:
+        """Take seeds from the beginning of this tape meanwhile."""
+        before, self._next = getattr(_local, "tape", None), 0
+        _local.tape = self
         try:
             yield
         finally:
-            _here.tape = before
+            _local.tape = before
 
     def next_seed(self, device: torch.device) -> Tensor:
         if self._next == len(self._seeds):
-            self._seeds.append(_drawn(device))
+            self._seeds.append(torch.randint(2**62, (1,), device=device))
         self._next += 1
         return self._seeds[self._next - 1]
 
 
-def new_seed(device: torch.device) -> Tensor:
-    """`[1]` int64, drawn on the device, so that nothing waits for it."""
-    tape: SeedTape | None = getattr(_here, "tape", None)
-    return _drawn(device) if tape is None else tape.next_seed(device)
-
-
-def _drawn(device: torch.device) -> Tensor:
-    return torch.randint(2**62, (1,), device=device)
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw a seed `[1]` int64 on the device, so that nothing waits for it."""
+    tape: SeedTape | None = getattr(_local, "tape", None)
+    return (SeedTape() if tape is None else tape).next_seed(device)
 
 
 _LORA_TYPES: tuple[type[nn.Module], ...] = (LoraLinear, *LORA_4BIT_TYPES)
 
 
 class Recipe(NamedTuple):
-    """How to compute an activation again in the backward pass, which then need not keep it.
+    """The recomputation of an activation in the backward pass, in place of saving it.
 
     Args:
         compute: gives the same bits every time.
-        inputs: what it takes: tensors that are kept for the backward pass anyway.
+        inputs: its arguments: tensors that are saved for the backward pass anyway.
     """
 
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
     @property
-    def makes_anew(self) -> bool:
-        """Whether the result may be overwritten: it is not what is kept."""
-        return self.compute is not _itself
+    def is_fresh(self) -> bool:
+        """True if the result is no saved tensor and may be overwritten."""
+        return self.compute is not _identity
 
 
 def with_recipe(result: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    """`result` of `compute(*inputs)`, which on a GPU carries a recipe of it."""
+    """Attach the recipe of `result = compute(*inputs)` to it, on a GPU."""
     if result.is_cuda and result.requires_grad:
         vars(result)["recipe"] = Recipe(compute, inputs)
     return result
 
 
 class PeftLinear(nn.Module):
-    """LoRA on a linear layer, by PEFT: the types of its attributes, which PEFT leaves open."""
+    """Types of the attributes of PEFT's LoRA linear layer, which PEFT leaves open."""
 
     base_layer: nn.Linear
     lora_A: Mapping[str, nn.Linear]
@@ -101,36 +96,33 @@ class PeftLinear(nn.Module):
 
 
 class FastLoraLinear(PeftLinear):
-    """Takes the place of the class of a PEFT layer for which `is_lora_linear` is True.
-
-    Calls that cannot be fused go through PEFT's own forward.
-    """
+    """Replaces the class of a PEFT layer (`is_lora_linear`). PEFT's forward runs unfused calls."""
 
     @no_compile
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`[..., O]` from `[..., I]`."""
+        """Map `[..., I]` to `[..., O]`."""
         if args or kwargs or not self.runs_fused(x):
             return super().forward(x, *args, **kwargs)
         return _apply_fused(x, [self])[0]
 
     def cast_when_used(self) -> list[Tensor]:
-        """The parameters that every call casts to the dtype it computes in: A and B, where it runs fused."""
+        """List the parameters that every call casts to the compute dtype: A and B if it runs fused."""
         return list(self.tensors()[1:]) if self._can_be_fused else []
 
     def runs_fused(self, x: Tensor) -> bool:
-        """Whether `forward` of this input is one autograd node."""
+        """True if `forward` of this input is one autograd node."""
         dtype = getattr(self.base_layer, "compute_dtype", self.base_layer.weight.dtype)
-        return self._can_be_fused and dtype == computes_in(x)
+        return self._can_be_fused and dtype == get_compute_dtype(x)
 
     @property
     def _can_be_fused(self) -> bool:
         return not self.disable_adapters and not self.merged and why_not_fused(self) is None
 
     def frozen(self) -> arithmetic.Frozen:
-        """The weight, the scaling, and dropout with a new seed at every call."""
+        """Return the weight, the scaling, and dropout with a new seed at every call."""
         base, adapter = self.base_layer, self.active_adapters[0]
         weight: arithmetic.Weight
-        (weight,) = arithmetic.as_they_are([base.weight])
+        (weight,) = arithmetic.detach_all([base.weight])
         if isinstance(base, Fp8Linear):
             weight = base.rows
         elif is_linear_4bit(base):
@@ -139,42 +131,42 @@ class FastLoraLinear(PeftLinear):
         p: float = getattr(dropout, "p", 0.0)
         if not (dropout.training and p):
             return arithmetic.Frozen(weight, self.scaling[adapter])
-        return arithmetic.Frozen(weight, self.scaling[adapter], p, new_seed(base.weight.device))
+        return arithmetic.Frozen(weight, self.scaling[adapter], p, draw_seed(base.weight.device))
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What may be trained: the bias (the base's, the adapter's or their sum) or None, A and B."""
+        """Return the bias (the base's, the adapter's or their sum) or None, A and B."""
         adapter = self.active_adapters[0]
         lora_b = self.lora_B[adapter]
         bias: Tensor | None = self.base_layer.bias
         if lora_b.bias is not None:
-            own = self.scaling[adapter] * lora_b.bias
-            bias = own if bias is None else bias + own
+            own_bias = self.scaling[adapter] * lora_b.bias
+            bias = own_bias if bias is None else bias + own_bias
         return bias, self.lora_A[adapter].weight, lora_b.weight
 
 
 def is_lora_linear(module: nn.Module) -> bool:
-    """Whether a module is LoRA on a linear layer: PEFT puts it on the layer, or on its parameter `weight`."""
+    """True for LoRA on a linear layer, or on its parameter `weight`."""
     if type(module) is ParamWrapper:
         return module.parameter_name == "weight" and isinstance(module.base_layer, nn.Linear)
     return type(module) in _LORA_TYPES
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Every layer applied to `x`: `[..., O]` each from `[..., I]`.
+    """Apply every layer to `x`: `[..., O]` each from `[..., I]`.
 
-    LoRA layers run as one autograd node if all of them can be fused. Where x carries a `recipe`, the backward
-    pass computes it again.
+    LoRA layers run as one autograd node if all of them can be fused. The backward pass recomputes an x with a
+    `recipe`.
     """
-    return _apply_fused(x, layers) if run_fused(x, layers) else [layer(x) for layer in layers]
+    return _apply_fused(x, layers) if can_run_fused(x, layers) else [layer(x) for layer in layers]
 
 
-def run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Whether all layers can be part of one autograd node over x."""
+def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """True if all layers can be one autograd node over x."""
     return all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
 
 
 def why_not_fused(layer: PeftLinear) -> str | None:
-    """Why a LoRA layer runs through PEFT's own forward; None where it is fused."""
+    """Explain why a LoRA layer runs through PEFT's forward; None if it is fused."""
     base = layer.base_layer
     if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
         return f"on a {type(base).__name__}"
@@ -202,57 +194,53 @@ def why_not_fused(layer: PeftLinear) -> str | None:
     return None
 
 
-def computes_in(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer over x computes in, with and without autocast."""
+def get_compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a linear layer over x computes in, with and without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def prepared(x: Tensor) -> tuple[Tensor, Recipe]:
-    """x in the dtype that layers compute in, and how the backward pass gets it: kept, or by x's recipe."""
-    cast = x.to(computes_in(x))
+def cast_input(x: Tensor) -> tuple[Tensor, Recipe]:
+    """Cast x to the compute dtype; return it and its recipe, which saves it if x has none."""
+    cast = x.to(get_compute_dtype(x))
     recipe = getattr(cast, "recipe", None)
     if recipe is None or cast._version:  # the recipe is wrong after a hook has changed x in place
-        recipe = Recipe(_itself, (cast,))
+        recipe = Recipe(_identity, (cast,))
     return cast, recipe
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
-    x, recipe = prepared(x)
+    x, recipe = cast_input(x)
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     return list(_LoraLinears.apply(x, recipe, [layer.frozen() for layer in layers], *tensors))
 
 
 class _LoraLinears(torch.autograd.Function):
-    """Keeps the cast and stacked factors: on small models the launches of casting them again cost more."""
+    """Saves the cast and stacked factors: on small models, launches to cast them again cost more."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        recipe: Recipe,
-        frozen: Sequence[arithmetic.Frozen],
-        *tensors: Tensor | None,
+        ctx: Any, x: Tensor, recipe: Recipe, frozen: Sequence[arithmetic.Frozen], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         x_NI = x.reshape(-1, x.shape[-1])
-        a_RI, layers = arithmetic.stack(x.dtype, frozen, arithmetic.as_they_are(tensors))
+        a_RI, layers = arithmetic.stack_layers(x.dtype, frozen, arithmetic.detach_all(tensors))
         outputs, h_NR = arithmetic.forward(x_NI, a_RI, layers)
         seeds = [p.frozen.seed for p in layers]
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        ctx.versions = arithmetic.versions(frozen)
+        ctx.versions = arithmetic.record_versions(frozen)
         ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
-        return tuple(arithmetic.shaped(y_NO, x.shape) for y_NO in outputs)
+        return tuple(arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs)
 
     @staticmethod
     @arithmetic.backward_pass
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        arithmetic.unchanged(ctx.versions)
+        arithmetic.check_unchanged(ctx.versions)
         a_RI, h_NR, *saved = ctx.saved_tensors
         n = len(ctx.layers)
         b_Ors, seeds, inputs = saved[:n], saved[n : 2 * n], saved[2 * n :]
@@ -270,5 +258,5 @@ class _LoraLinears(torch.autograd.Function):
         factors = [arithmetic.backward_to_a(gh_NR, x_NI, layers), *grad_bs]
         trains_bias = ctx.needs_input_grad[3::3]
         biases = [g.sum(0) if trained else None for g, trained in zip(g_NOs, trains_bias, strict=True)]
-        of_tensors = arithmetic.by_layer(factors, biases, layers)
-        return grad_x, None, None, *arithmetic.cast_together(of_tensors, ctx.dtypes)
+        tensor_grads = arithmetic.order_by_layer(factors, biases, layers)
+        return grad_x, None, None, *arithmetic.cast_in_one_launch(tensor_grads, ctx.dtypes)

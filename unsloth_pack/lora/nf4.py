@@ -1,4 +1,4 @@
-"""Frozen weights in NF4 (Dettmers et al. 2023, "QLoRA"), held by bitsandbytes."""
+"""Frozen weights in NF4 (Dettmers et al. 2023, "QLoRA"), in the layout of bitsandbytes."""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -27,19 +27,19 @@ class Nf4Weight(NamedTuple):
 
     Args:
         packed: bytes in the layout of bitsandbytes.
-        state: bitsandbytes' `QuantState`: how they were quantised.
+        state: bitsandbytes' `QuantState`.
     """
 
     packed: Tensor
     state: Any
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """`[O, I]` in `dtype`. Callers drop it after its use, so that the next one gets the same memory."""
+        """Return `[O, I]` in `dtype`. Drop it after its use: the next one then takes the same memory."""
         state, packed = self.state, self.packed.view(torch.uint8).view(-1)
         n_elements = 2 * len(packed)
-        in_whole_blocks = prod(state.shape) == n_elements and n_elements % state.blocksize == 0
-        # On a CPU bitsandbytes misreads weights whose rows are no whole blocks, and so does plain PEFT
-        if not packed.is_cuda or launch.triton is None or state.quant_type != "nf4" or not in_whole_blocks:
+        has_whole_blocks = prod(state.shape) == n_elements and n_elements % state.blocksize == 0
+        # On a CPU bitsandbytes misreads weights whose rows are no whole blocks, with plain PEFT too
+        if not packed.is_cuda or launch.triton is None or state.quant_type != "nf4" or not has_whole_blocks:
             return functional.dequantize_4bit(self.packed, state).to(dtype)
         scales = state.absmax
         if state.nested:
@@ -50,17 +50,17 @@ class Nf4Weight(NamedTuple):
 
 
 def is_linear_4bit(layer: nn.Module) -> bool:
-    """Whether `layer` is a linear layer of bitsandbytes in four bits."""
+    """True for a linear layer of bitsandbytes in four bits."""
     return type(layer) in LINEAR_4BIT_TYPES
 
 
 def nf4_weight(layer: Any) -> Nf4Weight:
-    """The weight of a `Linear4bit` for which `why_not_dequantised` is None."""
+    """Return the weight of a `Linear4bit` for which `why_not_dequantised` is None."""
     return Nf4Weight(layer.weight, layer.weight.quant_state)
 
 
 def why_not_dequantised(layer: Any) -> str | None:
-    """Why the weight of a `Linear4bit` cannot be dequantised here; None where it can."""
+    """Explain why the weight of a `Linear4bit` cannot be dequantised here; None if it can."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return "its weight is not quantised yet"
@@ -69,10 +69,10 @@ def why_not_dequantised(layer: Any) -> str | None:
     return None
 
 
-def keep_from_packing(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing weights of other shapes than it can for inference on a CPU.
+def prevent_cpu_packing(model: nn.Module) -> None:
+    """Stop bitsandbytes from packing weights of unsupported shapes for inference on a CPU with AVX512-BF16.
 
-    Where a CPU has AVX512-BF16, its forward in evaluation fails on them.
+    Its forward in evaluation fails on them.
     """
     layers: list[Any] = [layer for layer in model.modules() if is_linear_4bit(layer)]
     for layer in layers:

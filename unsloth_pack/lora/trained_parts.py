@@ -1,4 +1,4 @@
-"""What trains beside LoRA's matrices, checked: biases, whole modules, single tokens, some of the layers."""
+"""Check what trains beside LoRA's matrices: biases, whole modules, single tokens, some of the layers."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ logger = logging.getLogger("unsloth_pack")
 
 
 def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str, Any]) -> None:
-    """Refuse values that PEFT would ignore without a word, or fail on without saying why.
+    """Refuse values that PEFT ignores silently, or fails on without an explanation.
 
     Args:
         modules_to_save: as in PEFT's `LoraConfig`.
@@ -42,41 +42,27 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
     )
 
 
-def tell_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
-    """Say which modules train as a whole too, because PEFT takes a name for the end of a path: `norm` is
-    `input_layernorm`, too."""
+def warn_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
+    """Warn of modules that PEFT trains too, because their paths end with a name, such as `norm`."""
     paths = [path for path, _ in model.named_modules()]
     for name in modules_to_save:
-        meant = [path for path in paths if path.endswith(name)]
-        longer = {path.rpartition(".")[2] for path in meant if not f".{path}".endswith(f".{name}")}
-        whole = next((path for path in meant if f".{path}".endswith(f".{name}")), name)
+        matches = [path for path in paths if path.endswith(name)]
+        longer = {path.rpartition(".")[2] for path in matches if not f".{path}".endswith(f".{name}")}
+        whole = next((path for path in matches if f".{path}".endswith(f".{name}")), name)
         if longer:
-            logger.warning(
-                "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for one alone",
-                name,
-                ", ".join(sorted(longer)),
-                len(meant),
-                whole,
-            )
+            text = "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for one alone"
+            logger.warning(text, name, ", ".join(sorted(longer)), len(matches), whole)
 
 
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
-    """Refuse numbers of layers that the model does not have.
-
-    Raises:
-        InputError: names the number.
-    """
+    """Raise InputError for numbers of layers that the model does not have."""
     for layer in [layers] if not isinstance(layers, list | tuple) else layers:
         if layer is not None:
             require_whole("layers_to_transform", layer, 0, n_layers - 1)
 
 
 def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
-    """Refuse token ids that a model has no embedding for, and an id that is there twice.
-
-    Raises:
-        InputError: names the id.
-    """
+    """Raise InputError for a token id without an embedding, or a repeated one."""
     for token in ids:
         require_whole(name, token, 0, vocab_size - 1)
     if twice := sorted({token for token in ids if [*ids].count(token) > 1}):
@@ -84,12 +70,12 @@ def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
 
 
 def _by_module(tokens: Any) -> Mapping[str, Any]:
-    """PEFT's `trainable_token_indices` by the layer whose rows they are."""
+    """Return PEFT's `trainable_token_indices` by layer."""
     return tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
 
 
 def _check_tokens(model: Any, tokens: Any) -> None:
-    """Refuse tokens that are not there."""
+    """Raise InputError unless the tokens are lists of ids of the embedding."""
     for ids in () if tokens is None else _by_module(tokens).values():
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(
@@ -106,16 +92,13 @@ def check_rows_apart(
     option: str = "modules_to_save",
     asked: str = "trainable_token_indices",
 ) -> None:
-    """Refuse tokens of a layer that trains as a whole, and a head to be tied and trained apart at once.
+    """Raise InputError for tokens of a layer that trains as a whole, or of one tied to a head that does.
 
     Args:
         modules: that train as a whole.
-        tokens: as PEFT's `trainable_token_indices`; None where there are none.
-        option: that names the modules.
-        asked: the option that asks for the tokens.
-
-    Raises:
-        InputError: names the module and both options.
+        tokens: as PEFT's `trainable_token_indices`, or None.
+        option: the option that names the modules.
+        asked: the option that names the tokens.
     """
     if tokens is None:
         return
@@ -125,10 +108,9 @@ def check_rows_apart(
                 f"{option} names {name}, of which {asked} trains some rows alone; leave one of them out",
                 about=(option, asked),
             )
-    head = next(
-        (name for name, module in model.named_modules() if module is model.get_output_embeddings()), ""
-    )
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    output = model.get_output_embeddings()
+    head = next((name for name, module in model.named_modules() if module is output), "")
+    is_tied = output.weight is model.get_input_embeddings().weight
     saved = [name for name in modules if name == head or head.endswith(f".{name}")]
     if is_tied and saved:
         raise InputError(
@@ -145,26 +127,24 @@ def refuse_adapted_rows(
     option: str = "trainable_token_indices",
     tied_head: bool = False,
 ) -> None:
-    """Refuse an adapter on an embedding, or on a head, of which some rows train alone.
+    """Raise InputError for an adapter on an embedding, or on a head, of which some rows train alone.
 
     Args:
-        adapted: the paths of what an adapter is put on.
-        tokens: as PEFT's `trainable_token_indices`; None where there are none.
-        option: that asks for them.
-        tied_head: refuse one on a head that has the embedding's rows, too, which TRL's loss passes over.
-
-    Raises:
-        InputError: names the layer.
+        adapted: the adapted paths.
+        tokens: as PEFT's `trainable_token_indices`, or None.
+        option: the option that names the tokens.
+        tied_head: refuse one on a tied head too, which TRL's loss ignores.
     """
     if tokens is None:
         return
     names = tokens if isinstance(tokens, Mapping) else ()
     embedding = model.get_input_embeddings()
-    own = [one for path, one in model.named_modules() if path.rpartition(".")[2] in names] or [embedding]
+    named = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
+    layers = named or [embedding]
     for path, module in model.named_modules():
         if path not in adapted:
             continue
-        if module in own or (tied_head and any(module.weight is one.weight for one in own)):
+        if module in layers or (tied_head and any(module.weight is layer.weight for layer in layers)):
             name = path.rpartition(".")[2]
             raise InputError(
                 f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "
@@ -174,15 +154,12 @@ def refuse_adapted_rows(
 
 
 def refuse_rows_without_direction(adapted: Any) -> None:
-    """Refuse DoRA on a weight with a row of zeros, as an embedding has for the padding token.
+    """Raise InputError for DoRA on a weight with a row of zeros, such as an embedding's padding token.
 
-    DoRA divides every row by its length, and 0 / 0 would make each loss NaN.
+    DoRA divides every row by its length, and 0 / 0 makes every loss NaN.
 
     Args:
-        adapted: the model that PEFT has put an adapter on. If it is refused, its adapter is taken off.
-
-    Raises:
-        InputError: names the layer and the row.
+        adapted: the PEFT model. If it is refused, its adapter is removed.
     """
     for path, layer in adapted.named_modules():
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
@@ -198,7 +175,7 @@ def refuse_rows_without_direction(adapted: Any) -> None:
 
 
 def _check_can_train(model: Any, modules_to_save: Collection[str]) -> None:
-    """Refuse modules whose weights are held in few bits, which have no gradient."""
+    """Raise InputError for quantised modules: they have no gradient."""
     for path, module in model.named_modules():
         if not any(path == name or path.endswith(f".{name}") for name in modules_to_save):
             continue

@@ -1,4 +1,4 @@
-"""The parts of a model of vision and language, and which of their layers an adapter goes on."""
+"""The parts of a model of vision and language, and the choice of their layers for an adapter."""
 
 import re
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torch import nn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import NO_LAYERS, default_names, expert_layers
+from unsloth_pack.lora.targets import NO_LAYERS, list_default_names, list_expert_layers
 
 Aligner = Literal["full", "lora", False]
 
-# Paths inside the model that holds a tower and a decoder: of Qwen-VL, LLaVA and its like, Idefics and SmolVLM
+# Paths beside the decoder: of Qwen-VL, LLaVA and the like, Idefics and SmolVLM
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _ALIGNERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
 _ATTENTION, _MLP = re.compile(r"\.(self_)?attn\.|\.attention\."), re.compile(r"\.mlp\.|\.feed_forward\.")
@@ -26,11 +26,11 @@ class VisionParts:
     """Paths of modules.
 
     Args:
-        tower: what makes features of images.
-        aligner: what carries these into the embeddings of the decoder; a part of the tower's module in some
+        tower: the image encoder.
+        aligner: the projection of its features into the decoder's embeddings; inside the tower in some
             models.
         decoder: the language model.
-        head: of the language model, outside of it.
+        head: of the language model, outside the decoder.
     """
 
     tower: str
@@ -39,27 +39,20 @@ class VisionParts:
     head: str
 
     @classmethod
-    def of(cls, model: Any) -> "VisionParts":
-        """The parts of a model.
-
-        Raises:
-            InputError: it has no tower of a known name.
-        """
+    def locate(cls, model: Any) -> "VisionParts":
+        """Locate the parts of a model; InputError without a tower of a known name."""
         paths = {module: path for path, module in model.named_modules()}
         decoder = paths[model.get_decoder()]
-        around = decoder.rpartition(".")[0]
-        known = {*paths.values()}
-        tower, *_ = *_there(around, _TOWERS, known), ""
-        aligner = tuple(_there(around, _ALIGNERS, known))
+        parent, known = decoder.rpartition(".")[0], {*paths.values()}
+        tower, *_ = *_existing(parent, _TOWERS, known), ""
+        aligner = tuple(_existing(parent, _ALIGNERS, known))
         if not tower or not aligner:
-            raise InputError(
-                f"model type {model.config.model_type!r} has no vision tower of a known name; use "
-                "FastLanguageModel"
-            )
+            kind = f"model type {model.config.model_type!r}"
+            raise InputError(f"{kind} has no vision tower of a known name; use FastLanguageModel")
         return cls(tower, aligner, decoder, paths.get(model.get_output_embeddings(), "lm_head"))
 
     def kind(self, path: str) -> Literal["aligner", "tower", "decoder", ""]:
-        """The part that a module belongs to; "" for the head."""
+        """Return the part of a module; "" for the head."""
         if any(_is_in(path, part) for part in self.aligner):
             return "aligner"
         if _is_in(path, self.tower):
@@ -67,16 +60,16 @@ class VisionParts:
         return "decoder" if _is_in(path, self.decoder) else ""
 
     def owner(self, parameter: str) -> Literal["aligner", "tower", "decoder"]:
-        """The part that a parameter freezes with. The head goes with the decoder.
+        """Return the part that a parameter freezes with: the head with the decoder.
 
-        What is in no module of a part stands between images and text, as LLaVA-OneVision's `image_newline`:
-        it goes with the aligner.
+        A parameter of no part is between images and text, such as LLaVA-OneVision's `image_newline`, and
+        freezes with the aligner.
         """
         return self.kind(parameter) or ("decoder" if _is_in(parameter, self.head) else "aligner")
 
 
-def _there(around: str, names: tuple[str, ...], known: set[str]) -> Iterator[str]:
-    return (path for name in names if (path := f"{around}.{name}".lstrip(".")) in known)
+def _existing(parent: str, names: tuple[str, ...], known: set[str]) -> Iterator[str]:
+    return (path for name in names if (path := f"{parent}.{name}".lstrip(".")) in known)
 
 
 def _is_in(path: str, part: str) -> bool:
@@ -85,7 +78,7 @@ def _is_in(path: str, part: str) -> bool:
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """What of a model of vision and language is trained; the arguments of `get_peft_model`."""
+    """The trained parts of a model of vision and language; arguments of `get_peft_model`."""
 
     vision_layers: bool = False
     language_layers: bool = True
@@ -94,11 +87,7 @@ class TrainedParts:
     aligner: Aligner = "full"
 
     def check(self) -> None:
-        """Refuse values that are none, and a choice that leaves no layer for an adapter.
-
-        Raises:
-            InputError: names the argument, its value and the remedy.
-        """
+        """Raise InputError for wrong values, and for a choice without a layer for an adapter."""
         for name in ("vision_layers", "language_layers", "attention_modules", "mlp_modules"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -117,26 +106,19 @@ class TrainedParts:
 
 
 def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
-    """`target_modules` as one pattern of whole paths, and `modules_to_save`, of a `LoraConfig`.
+    """Return `target_modules` as one pattern of whole paths, and `modules_to_save`.
 
-    The pattern names the linear layers of the chosen parts alone, so that a name such as `gate_proj`, which
-    some towers have too, never means a layer of another part.
-
-    Where no layer gets an adapter, the pattern is `NO_LAYERS`, and what is saved trains alone.
+    The pattern means linear layers of the chosen parts only: a name such as `gate_proj`, which some towers
+    have too, never means a layer of another part. Without such layers it is `NO_LAYERS`.
 
     Raises:
         InputError: nothing is chosen, or the model has no such layers.
     """
     trained.check()
-    parts = VisionParts.of(model)
-    of_language = default_names(model)
-    chosen = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _is_chosen(path, parts.kind(path), trained, of_language)
-    ]
+    parts = VisionParts.locate(model)
+    chosen = _choose_layers(model, parts, trained, list_default_names(model))
     if trained.language_layers and trained.mlp_modules:
-        chosen += expert_layers(model)
+        chosen += list_expert_layers(model)
     wanted = {"tower": trained.vision_layers, "decoder": trained.language_layers}
     wanted["aligner"] = trained.aligner == "lora"
     for part in {part for part, is_wanted in wanted.items() if is_wanted} - {*map(parts.kind, chosen)}:
@@ -144,28 +126,29 @@ def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
             f"an adapter is to go on the {part}, which has no linear layer of the chosen kinds; choose others"
             f"{', or give finetune_aligner=' + repr('full') if part == 'aligner' else ''}"
         )
-    saved = [*whole_aligner(model, parts)] if trained.aligner == "full" else []
-    return pattern_of(chosen) if chosen else NO_LAYERS, saved
+    saved = [*list_aligner_modules(model, parts)] if trained.aligner == "full" else []
+    return build_pattern(chosen) if chosen else NO_LAYERS, saved
 
 
-def tower_layers(model: Any) -> list[str]:
-    """The paths of the linear layers of the tower's attention and MLPs."""
-    parts, trained = VisionParts.of(model), TrainedParts(vision_layers=True, language_layers=False)
-    return [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and _is_chosen(path, parts.kind(path), trained, [])
-    ]
+def list_tower_layers(model: Any) -> list[str]:
+    """List the linear layers of the tower's attention and MLPs."""
+    trained = TrainedParts(vision_layers=True, language_layers=False)
+    return _choose_layers(model, VisionParts.locate(model), trained, [])
 
 
-def _is_chosen(path: str, kind: str, trained: TrainedParts, of_language: list[str]) -> bool:
+def _choose_layers(model: Any, parts: VisionParts, trained: TrainedParts, text_names: list[str]) -> list[str]:
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [path for path in linear if _is_chosen(path, parts.kind(path), trained, text_names)]
+
+
+def _is_chosen(path: str, kind: str, trained: TrainedParts, text_names: list[str]) -> bool:
     name = path.rpartition(".")[2]
     match kind:
         case "aligner":
             return trained.aligner == "lora"
         case "tower" if trained.vision_layers:
             is_attention, is_mlp = _ATTENTION.search(path) is not None, _MLP.search(path) is not None
-        case "decoder" if trained.language_layers and name in of_language:
+        case "decoder" if trained.language_layers and name in text_names:
             is_mlp = name in _MLP_NAMES
             is_attention = not is_mlp
         case _:
@@ -173,30 +156,29 @@ def _is_chosen(path: str, kind: str, trained: TrainedParts, of_language: list[st
     return (is_attention and trained.attention_modules) or (is_mlp and trained.mlp_modules)
 
 
-def whole_aligner(model: Any, parts: VisionParts | None = None) -> Iterator[str]:
-    """The modules of the aligner that have a forward of their own, as `modules_to_save`: those in a list, one
-    by one."""
-    for path in (parts or VisionParts.of(model)).aligner:
+def list_aligner_modules(model: Any, parts: VisionParts | None = None) -> Iterator[str]:
+    """Iterate over the aligner's modules for `modules_to_save`; those of a list one by one."""
+    for path in (parts or VisionParts.locate(model)).aligner:
         module = model.get_submodule(path)
         names = [f"{path}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [path]
         yield from (name.partition(".")[2] if name.startswith("model.") else name for name in names)
 
 
-def pattern_of(paths: list[str]) -> str:
-    """A regular expression that matches these paths alone: one alternative for all that differ in numbers."""
+def build_pattern(paths: list[str]) -> str:
+    """Build a regular expression for these paths, with one alternative for all that differ in numbers."""
     numbers: dict[str, list[list[str]]] = {}
     for path in paths:
         numbers.setdefault(_NUMBER.sub("#", path), []).append(_NUMBER.findall(path))
-    written = []
-    for shape, found in sorted(numbers.items()):
-        choices = [f"({'|'.join(dict.fromkeys(column))})" for column in zip(*found, strict=True)]
+    alternatives = []
+    for shape, rows in sorted(numbers.items()):
+        choices = [f"({'|'.join(dict.fromkeys(column))})" for column in zip(*rows, strict=True)]
         pieces = [re.escape(piece) for piece in shape.split("#")]
-        written.append("".join(chain.from_iterable(zip_longest(pieces, choices, fillvalue=""))))
-    return "|".join(written)
+        alternatives.append("".join(chain.from_iterable(zip_longest(pieces, choices, fillvalue=""))))
+    return "|".join(alternatives)
 
 
-def kept_in_16_bits(config: Any) -> list[str] | None:
-    """Modules that bitsandbytes leaves as they are: tower, aligner and head. None for its own choice."""
+def list_unquantised_modules(config: Any) -> list[str] | None:
+    """List modules that bitsandbytes must not quantise: tower, aligner, head. None for its own choice."""
     if not hasattr(config, "vision_config"):
         return None
     inside = dict.fromkeys(name.partition(".")[0] for name in (*_TOWERS, *_ALIGNERS))

@@ -4,14 +4,14 @@ from collections.abc import Collection
 from typing import Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import NO_LAYERS, expert_layers, of_text_model
+from unsloth_pack.lora.targets import NO_LAYERS, limit_to_text_model, list_expert_layers
 from unsloth_pack.lora.vision_targets import (
     TrainedParts,
     VisionParts,
-    pattern_of,
-    tower_layers,
+    build_pattern,
+    list_aligner_modules,
+    list_tower_layers,
     vision_targets,
-    whole_aligner,
 )
 from unsloth_pack.recipe.image_options import ImageOptions
 
@@ -29,7 +29,7 @@ def with_parts(model: Any, arguments: dict[str, Any], images: ImageOptions) -> d
             module is to train whole in a part that an option freezes.
     """
     _refuse_frozen(model, arguments["modules_to_save"] or (), images)
-    whole = [] if images.freeze_aligner else [*whole_aligner(model)]
+    whole = [] if images.freeze_aligner else [*list_aligner_modules(model)]
     saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
     targets = _targets(model, arguments["target_modules"], images)
     return arguments | {"target_modules": targets, "modules_to_save": saved or None}
@@ -37,7 +37,7 @@ def with_parts(model: Any, arguments: dict[str, Any], images: ImageOptions) -> d
 
 def _refuse_frozen(model: Any, modules: Collection[str], images: ImageOptions) -> None:
     """Refuse modules that train whole, by the ends of their paths, in a part that does not train."""
-    parts = VisionParts.of(model)
+    parts = VisionParts.locate(model)
     for path, _ in model.named_modules():
         name = next((name for name in modules if path == name or path.endswith(f".{name}")), None)
         option = _FROZEN[parts.owner(path)]
@@ -57,16 +57,16 @@ def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptio
     if images.freeze_llm or given is None:
         trained = TrainedParts(vision_layers=True, language_layers=not images.freeze_llm, aligner=False)
         return vision_targets(model, trained)[0]
-    of_experts = expert_layers(model)
+    of_experts = list_expert_layers(model)
     if of_experts and given == "all-linear":
         raise InputError(
             "freeze_vit is false and target_modules 'all-linear', which would mean routers of experts too; "
             "give --target_modules names",
             about=("freeze_vit", "target_modules"),
         )
-    of_text = of_text_model(model, given if isinstance(given, str) else [*given], {}, [])
+    of_text = limit_to_text_model(model, given if isinstance(given, str) else [*given], {}, [])
     named = [path for path in of_experts if path.rpartition(".")[2] in given]
-    return pattern_of([*tower_layers(model), *of_text, *named])
+    return build_pattern([*list_tower_layers(model), *of_text, *named])
 
 
 def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None) -> None:
@@ -78,7 +78,7 @@ def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None
     Raises:
         InputError: a part that is to train does not, or nothing is left.
     """
-    parts = VisionParts.of(_base_of(model))
+    parts = VisionParts.locate(_base_of(model))
     trains = dict.fromkeys(_FROZEN, False)
     for path, parameter in model.named_parameters():
         part = parts.owner(path.removeprefix("base_model.model."))

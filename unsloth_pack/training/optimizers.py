@@ -258,7 +258,7 @@ def _part_of(model: Any, rates: LearningRates) -> Callable[[str], str]:
     if not rates.of_parts:
         return lambda name: ""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = VisionParts.of(base)
+    parts = VisionParts.locate(base)
     inside = next(path for path, module in model.named_modules() if module is base)
     return lambda name: parts.kind(name.removeprefix(f"{inside}."))
 

@@ -60,7 +60,7 @@ def _attention_width(config: Any) -> int:
 
 def _weights_by_passes(model: Any) -> list[float]:
     """Of every linear layer that a token of text goes through, its weights by how often."""
-    parts = VisionParts.of(model) if hasattr(model.config, "vision_config") else None
+    parts = VisionParts.locate(model) if hasattr(model.config, "vision_config") else None
     found: list[float] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and (parts is None or parts.kind(path) not in ("tower", "aligner")):
@@ -112,7 +112,7 @@ def vision_work(rows: Any, column: str, model: Any, make: ImageFamily[Any]) -> n
 
 def _of_patch(model: Any) -> tuple[float, float]:
     """The work on a patch, by that on a token: in linear layers, and for each patch that it attends to."""
-    parts, weights = VisionParts.of(model), Counter[str]()
+    parts, weights = VisionParts.locate(model), Counter[str]()
     of_text, of_tower = model.config.get_text_config(), model.config.vision_config
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):

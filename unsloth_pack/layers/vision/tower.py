@@ -21,7 +21,7 @@ from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.cuda_graphs.tower import Patches, Run, TowerGraphs
 from unsloth_pack.kernels import gated, rope_qk
 from unsloth_pack.layers.mlp import name_activation
-from unsloth_pack.lora.linear import computes_in, project, run_fused
+from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.models.spec import VisionSpec
 from unsloth_pack.modules.hooks import has_hooks, no_compile
@@ -50,7 +50,7 @@ class FastTowerMLP(nn.Module):
             return super().forward(hidden_state)
         inner: list[Any] = [self.gate_proj, self.up_proj]
         down = self.down_proj
-        if run_fused(hidden_state, [*inner, down]):
+        if can_run_fused(hidden_state, [*inner, down]):
             return gated_mlp(hidden_state, inner, down, activation, keep=True)
         if missing := _count_missing_features(hidden_state, [*inner, down]):
             gate, up = (_run_padded(layer, hidden_state, missing) for layer in inner)
@@ -65,7 +65,7 @@ def _count_missing_features(x: Tensor, layers: list[Any]) -> int:
         return 0
     if torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers)):
         return 0
-    return -layers[-1].in_features % (_ALIGNMENT // torch.finfo(computes_in(x)).bits)
+    return -layers[-1].in_features % (_ALIGNMENT // torch.finfo(get_compute_dtype(x)).bits)
 
 
 def _run_padded(layer: nn.Linear, x: Tensor, missing: int) -> Tensor:
