@@ -179,9 +179,9 @@ def test_experts_without_a_gate_are_adapted_by_the_same_names(targets, caplog):
     ("pattern", "message"),
     [
         ({"qkv_proj": 8, r"1\.mlp\.down_proj": 2}, None),
-        ({"q_proj": 8}, "has 'q_proj', which matches none of what is adapted: down_proj, gate_up_proj, o_pr"),
-        ({"input_layernorm": 8}, "has 'input_layernorm', which matches none of what is adapted"),
-        ({"mlp": 8}, "has 'mlp', which matches none of what is adapted"),
+        ({"q_proj": 8}, "has 'q_proj', which matches none of the adapted layers: down_proj, gate_up_proj"),
+        ({"input_layernorm": 8}, "has 'input_layernorm', which matches none of the adapted layers"),
+        ({"mlp": 8}, "has 'mlp', which matches none of the adapted layers"),
         (
             {"o_proj": 8, "(": 2},
             r"has '\(', which is no pattern: missing \), unterminated subpattern at position",

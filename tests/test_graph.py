@@ -360,7 +360,7 @@ def held_up(monkeypatch):
 def test_which_forms_are_captured(held_up, monkeypatch):
     """The third row of a form, or any longer row once there are graphs; not a row that wastes a little."""
     monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda decoder, form, *_: form.tokens)
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.MOST_FORMS", 3)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.MAX_FORMS", 3)
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):

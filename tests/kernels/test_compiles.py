@@ -187,7 +187,7 @@ for dtype, rank in itertools.product([torch.bfloat16, torch.float32], map(int, s
         blocks = host._Blocks.choose(like, len(parts), list(parts.values()))
         may_sum = pointer == "*bf16" and len(parts) == 3
         sums = may_sum and 0 < max(part.rank for part in parts.values()) <= host._MAX_SUMMED_RANK
-        blocks = blocks.summing(like) if sums else blocks
+        blocks = blocks.with_fewer_sums(like) if sums else blocks
         constants = {name.upper(): value for name, value in blocks._asdict().items()}
         for name, part in parts.items():
             layout = part.left_row, part.right_row, part.right_column, part.rank

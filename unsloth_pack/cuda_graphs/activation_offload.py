@@ -1,4 +1,4 @@
-"""Activations in host memory until the backward pass asks for them, copied while the GPU computes."""
+"""Offload activations to host memory until the backward pass, while the GPU computes."""
 
 import weakref
 from collections.abc import Callable
@@ -14,28 +14,29 @@ from unsloth_pack.errors import InputError
 class ActivationOffload:
     """A stack of tensors in pinned host memory, as hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
-    Copies run on a stream of their own, in both directions. Taking a tensor starts the copy of the one that
-    was put before it, so two are on the device at a time. The stream that computes waits for each copy before
-    its memory is reused, by when the copy has long ended. So memory is reused in the order of that stream, no
-    matter how far the host is ahead. Tensors that are not on a GPU stay where they are.
+    Copies run on a stream of their own. `take` prefetches the next tensor of the stack, so two are on the
+    device at a time. The compute stream waits for each copy before its memory is reused, usually long after
+    the
+    copy: memory is reused in stream order, however far ahead the host is. Tensors on a CPU stay where they
+    are.
 
     Args:
-        buffer: pinned host memory for a tensor, given its place in the stack, from 0, and the tensor; None to
-            allocate it anew for every tensor.
+        buffer: returns pinned host memory for a place in the stack, from 0, and its tensor; None to allocate
+            for every tensor.
     """
 
     def __init__(self, buffer: Callable[[int, Tensor], Tensor] | None = None) -> None:
         self._buffer = buffer
         self._stream: torch.cuda.Stream | None = None
-        self._stack: list[weakref.ref[_OnHost]] = []  # autograd owns them, and may drop them untaken
+        self._stack: list[weakref.ref[_OnHost]] = []  # autograd owns them, and may never take them
         self._leaving: _OnHost | None = None
-        self._had_room_for: dict[int, int] = {}  # by the size of a block in bytes, how many blocks
+        self._n_blocks: dict[int, int] = {}  # pinned blocks by their size in bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ActivationOffload":
         return ActivationOffload(self._buffer)
 
     def put(self, x: Tensor) -> Any:
-        """A stand-in for `x` until `take`: its copy on the host, or `x` itself where it is not on a GPU.
+        """Copy `x` to the host and return a handle for `take`; `x` itself on a CPU.
 
         Raises:
             InputError: the host has too little memory for the copy.
@@ -51,63 +52,63 @@ class ActivationOffload:
             host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         else:
             host = self._buffer(len(self._stack), x)
-        self._leaving = held = _OnHost(x, host, self._stream)
-        self._stack.append(weakref.ref(held))
-        return held
+        self._leaving = handle = _OnHost(x, host, self._stream)
+        self._stack.append(weakref.ref(handle))
+        return handle
 
-    def take(self, held: Any) -> Tensor:
-        """The tensor that `put` has returned this stand-in for, on its device."""
-        if not isinstance(held, _OnHost):
-            return held
+    def take(self, handle: Any) -> Tensor:
+        """Return the tensor of a handle on its device."""
+        if not isinstance(handle, _OnHost):
+            return handle
         self.settle()
-        while self._stack and self._stack[-1]() is not held:
+        while self._stack and self._stack[-1]() is not handle:
             self._stack.pop()
         if self._stack:
             self._stack.pop()
-        x = held.on_device()
+        x = handle.on_device()
         if self._stack and (before := self._stack[-1]()) is not None:
             before.fetch()
         return x
 
     def end(self) -> None:
-        """Work on the current stream waits for all copies that were started; nothing more is taken.
+        """Make the current stream wait for all copies, and empty the stack.
 
-        A layer through which no gradient goes is never computed again, and yet its input was on its way.
+        A layer without a gradient is never recomputed, although its input was prefetched.
         """
         self.settle()
         while self._stack:
-            if (held := self._stack.pop()()) is not None:
-                held.forget()
+            if (handle := self._stack.pop()()) is not None:
+                handle.forget()
 
     def _drop_untaken(self) -> None:
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
 
     def _require_room(self, n_bytes: int) -> None:
-        """Refuse a tensor for which the host lacks memory, or the system would end the process."""
-        n_held = len(self._stack) + 1
+        """Refuse a tensor that exceeds the host's memory: the system would end the process."""
+        n = len(self._stack) + 1
         block = 1 << (n_bytes - 1).bit_length()  # torch rounds pinned memory up, and keeps the blocks
-        n_new = n_held - self._had_room_for.get(block, 0)
+        n_new = n - self._n_blocks.get(block, 0)
         if n_new <= 0:
             return
         free = psutil.virtual_memory().available
         if n_new * block > free:
             raise InputError(
-                f"the inputs of {n_held} layers take {n_held * block / 2**30:.1f} GiB of host memory, of "
+                f"the inputs of {n} layers take {n * block / 2**30:.1f} GiB of host memory, of "
                 f"which {free / 2**30:.1f} GiB are free; use_gradient_checkpointing=True keeps them on the "
                 "GPU, a smaller max_seq_length makes them smaller"
             )
-        self._had_room_for[block] = n_held
+        self._n_blocks[block] = n
 
     def settle(self) -> None:
-        """Work on the current stream waits for the copies to the host that were started."""
+        """Make the current stream wait for the copies to the host."""
         if self._leaving is not None:
             self._leaving.let_go()
             self._leaving = None
 
 
 class _OnHost:
-    """A tensor's copy in host memory, and on its way there and back."""
+    """A tensor's copy in host memory, with its transfers."""
 
     def __init__(self, x: Tensor, host: Tensor, stream: torch.cuda.Stream):
         self._device, self._stream = x.device, stream
@@ -117,7 +118,7 @@ class _OnHost:
         self._copied = self._copy(self._host, x)
 
     def let_go(self) -> None:
-        """Let the tensor's memory on the device be reused, after the copy to the host."""
+        """Release the tensor's memory on the device after the copy to the host."""
         if self._source is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._source = None
@@ -129,7 +130,7 @@ class _OnHost:
             self._copied = self._copy(self._fetched, self._host)
 
     def on_device(self) -> Tensor:
-        """The tensor on its device; work on the current stream waits for the copy."""
+        """Return the tensor on its device; the current stream waits for the copy."""
         self.fetch()
         x, self._fetched = self._fetched, None
         assert x is not None
@@ -137,7 +138,7 @@ class _OnHost:
         return x
 
     def forget(self) -> None:
-        """Work on the current stream waits for a copy that nothing else has waited for."""
+        """Make the current stream wait for a pending copy."""
         if self._source is not None or self._fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._source = self._fetched = None

@@ -1,8 +1,9 @@
-"""Rows that run uncaptured and are measured, to decide whether their step is worth a capture.
+"""Decide whether a step is worth a capture, from the times of its first rows.
 
-Replaying graphs saves the time in which the GPU waits for Python to launch. So the first rows are timed on
-both sides: Python from the beginning to the end of the forward pass, and the GPU between two marks around it.
-Where the GPU waits, the two take equally long. Where it does not, it finishes long after Python.
+Replaying graphs saves the time in which the GPU waits for Python's launches. So the first rows run uncaptured
+and
+the forward pass is timed on both sides: on the host, and on the GPU between two events. If the GPU waits,
+both take equally long; otherwise the GPU finishes long after Python.
 """
 
 import math
@@ -16,31 +17,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-# What is read off a device: how far it has come in its work, and how much memory it has.
-
 
 class DeviceTimer:
-    """Reads one device. A CPU has done its work when a call returns, and its memory is not looked at.
-
-    Args:
-        device: where the model computes.
-    """
+    """Time and memory of one device. A CPU is done when a call returns; its memory is not measured."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._is_cuda = device.type == "cuda"
 
     def wait(self) -> None:
-        """Until the device has nothing left to do."""
+        """Wait until the device is idle."""
         if self._is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
 
     def now(self) -> float:
-        """Seconds on the host."""
+        """Return seconds on the host."""
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """A mark behind the work that the device has got so far."""
+        """Record an event after the work launched so far."""
         if not self._is_cuda:
             return self.now()
         event = torch.cuda.Event(enable_timing=True)
@@ -48,72 +43,71 @@ class DeviceTimer:
         return event
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has done the work before the mark."""
+        """True if the device has done the work before the mark."""
         return bool(mark.query()) if self._is_cuda else True
 
     def between(self, start: Any, end: Any) -> float:
-        """The seconds from one mark to a later one, which has been passed."""
+        """Return the seconds between two passed marks."""
         return float(start.elapsed_time(end) / 1e3 if self._is_cuda else end - start)
 
     def allocated(self) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of tensors."""
         return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
 
     def peak(self) -> int:
-        """The most bytes of tensors so far."""
+        """Return the peak bytes of tensors."""
         return torch.cuda.max_memory_allocated(self._device) if self._is_cuda else 0
 
     def free(self) -> float:
-        """Bytes that this process can still allocate."""
+        """Return the bytes that this process can still allocate."""
         return free_bytes(self._device) if self._is_cuda else math.inf
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a GPU."""
+    """Return the bytes that this process can still allocate on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return min(free + reserved, allowed) - allocated
 
 
-# Of the GPU's time: from here on launching holds the GPU up. Below 1, because the GPU waits already while
-# Python catches up, at the first layers and whenever a trainer has read a number; because the time between
-# the passes comes on top; and because a host is slower when its cores are shared. Well above 0, because
-# replaying is no gain where the GPU is the slower one: padding makes the step 1 to 2% longer.
+# Launching holds the GPU up from this share of its time on. Below 1: the GPU waits already at the first
+# layers and whenever a trainer has read a number, the time between the passes comes on top, and a host with
+# shared cores is slower. Well above 0: a replay gains nothing if the GPU is slower, and padding makes the
+# step 1 to 2% longer.
 _HELD_UP_FROM = 0.7
 # Seconds of work that the GPU may have left when Python is done. With more it does not wait in the backward
-# pass either, whatever the share: Python takes long then because some 1,000 launches are all that queue up.
-_MOST_LEFT = 0.05
+# pass either: Python is slow then only because about 1,000 launches fill the queue.
+_MAX_LEFT = 0.05
 _ROWS_TO_JUDGE = 2  # of a size: the first compiles kernels and allocates memory
-_MOST_TRIALS = 4  # of a size: until then a slow moment of the host or the GPU may be corrected
+_MAX_TRIALS = 4  # of a size: later ones correct a slow moment of the host or the GPU
 _GIB = 2**30
 
 
 class Times(NamedTuple):
-    """How long the device computes a forward pass, and how long Python launches it."""
+    """The times of a forward pass on the device and on the host."""
 
     device: str
     host: str
 
 
 def longer_than_launching(times: Times) -> str:
-    """Why rows that took these times need no graphs."""
+    """Explain why rows with these times need no graphs."""
     return f"the GPU computes longer than Python launches: {times.device} against {times.host}"
 
 
 @dataclass
 class _Lap:
-    """A forward pass that the device may not have done yet.
+    """A forward pass that the device may not have finished.
 
     Args:
-        gauge: of the device.
+        timer: of the device.
         tokens: of the row, rounded up.
-        start: the mark before it.
-        end: the mark after it.
-        host: the seconds in which Python has launched it; None of a replay.
+        start, end: the marks around it.
+        host: the seconds of its launches; None for a replay.
     """
 
-    gauge: Any
+    timer: Any
     tokens: int
     start: Any
     end: Any
@@ -121,56 +115,56 @@ class _Lap:
 
 
 class CaptureDecision:
-    """What was measured, by the tokens of a row as its form rounds them up.
+    """The measurements, by the tokens of a row as its form rounds them up.
 
     Args:
-        gauge_of: makes the gauge of a device.
+        make_timer: creates the timer of a device.
     """
 
-    def __init__(self, gauge_of: Callable[[torch.device], Any] = DeviceTimer):
-        self._gauge_of = gauge_of
+    def __init__(self, make_timer: Callable[[torch.device], Any] = DeviceTimer):
+        self._make_timer = make_timer
         self._laps: list[_Lap] = []  # not read yet
-        self._host = inf  # seconds that Python launches: as many for every row
-        self._device: dict[int, float] = {}  # seconds that the device computes, or a little more
+        self._host = inf  # seconds of the launches, which are as many for every row
+        self._device: dict[int, float] = {}  # seconds of the device, or a little more
         self._n_trials: Counter[int] = Counter()
         self._n_replays: Counter[int] = Counter()
         self._n_read: Counter[int] = Counter()  # of the trials
-        self._taken: dict[int, int] = {}  # bytes that a step allocates
+        self._step_bytes: dict[int, int] = {}  # allocated by a step
         self._before: tuple[int, int, int] | None = None  # the last trial's tokens, bytes at rest, peak
 
     @contextmanager
     def trial(self, tokens: int, device: torch.device) -> Iterator[None]:
-        """Measure the forward pass inside, if more has to be known of rows of this size."""
-        if self._n_trials[tokens] >= _MOST_TRIALS:
+        """Measure the forward pass inside, unless rows of this size have had enough trials."""
+        if self._n_trials[tokens] >= _MAX_TRIALS:
             yield
             return
-        gauge = self._gauge_of(device)
-        gauge.wait()  # what the step before has left to do would count as this one's
-        at_rest, peak = gauge.allocated(), gauge.peak()
-        start, began = gauge.mark(), gauge.now()
+        timer = self._make_timer(device)
+        timer.wait()  # pending work of the step before would count as this one's
+        at_rest, peak = timer.allocated(), timer.peak()
+        start, began = timer.mark(), timer.now()
         yield
-        host = gauge.now() - began
-        self._laps.append(_Lap(gauge, tokens, start, gauge.mark(), host))
+        host = timer.now() - began
+        self._laps.append(_Lap(timer, tokens, start, timer.mark(), host))
         self._n_trials[tokens] += 1
-        self._note_memory(tokens, gauge.allocated() - at_rest)
+        self._note_memory(tokens, timer.allocated() - at_rest)
         self._before = tokens, at_rest, peak
 
     @contextmanager
     def replay(self, tokens: int, device: torch.device) -> Iterator[None]:
-        """Measure the replay inside: how long the device computes where nothing holds it up."""
-        if self._n_replays[tokens] >= _MOST_TRIALS:
+        """Measure the replay inside: the time of the device when nothing holds it up."""
+        if self._n_replays[tokens] >= _MAX_TRIALS:
             yield
             return
-        gauge = self._gauge_of(device)
-        start = gauge.mark()
+        timer = self._make_timer(device)
+        start = timer.mark()
         yield
-        self._laps.append(_Lap(gauge, tokens, start, gauge.mark(), None))
+        self._laps.append(_Lap(timer, tokens, start, timer.mark(), None))
         self._n_replays[tokens] += 1
 
     def is_held_up(self, tokens: int) -> bool | None:
-        """Whether the device waits for launches in rows of this size; None where it is not known yet.
+        """True if the device waits for launches in rows of this size; None if not known yet.
 
-        More tokens take at least as long, and in proportion at most: other sizes may settle it.
+        More tokens take at least as long, and at most proportionally longer, so other sizes may decide.
         """
         self._read()
         if sum(self._n_read.values()) < _ROWS_TO_JUDGE:
@@ -183,32 +177,28 @@ class CaptureDecision:
         return None if self._holds_up(at_least) else False
 
     def _holds_up(self, device: float) -> bool:
-        """Whether a device that computes for so many seconds waits for Python."""
-        return self._host >= _HELD_UP_FROM * device and self._host > device - _MOST_LEFT
+        """True if a device that computes for so many seconds waits for Python."""
+        return self._host >= _HELD_UP_FROM * device and self._host > device - _MAX_LEFT
 
     def why_too_large(self, tokens: int, device: torch.device, gradients: int) -> str | None:
-        """Why graphs for rows of this size would leave too little memory, or None.
+        """Explain why graphs for rows of this size would leave too little memory, or None.
 
-        They hold what a step allocates, and its gradients a second time; rows that no graph holds take as
-        much as a step again beside them.
+        They hold the allocations of a step and a copy of its gradients; uncaptured rows need as much again.
 
         Args:
             gradients: bytes of a step's gradients.
         """
-        gauge = self._gauge_of(device)
-        self._learn_peak(gauge)
-        needed = max((taken * tokens / n for n, taken in self._taken.items()), default=0)
-        free = gauge.free()
-        held = needed + gradients
-        if free >= held + needed:
+        timer = self._make_timer(device)
+        self._learn_peak(timer)
+        step = max((n_bytes * tokens / n for n, n_bytes in self._step_bytes.items()), default=0)
+        graphs, free = step + gradients, timer.free()
+        if free >= graphs + step:
             return None
-        return (
-            f"graphs would hold {held / _GIB:.1f} GiB beside the {needed / _GIB:.1f} GiB of a step, and "
-            f"{free / _GIB:.1f} GiB are free"
-        )
+        need = f"graphs would hold {graphs / _GIB:.1f} GiB beside the {step / _GIB:.1f} GiB of a step"
+        return f"{need}, and {free / _GIB:.1f} GiB are free"
 
     def times(self, tokens: int) -> Times | None:
-        """Of a forward pass in the size next to this one that was measured; None before."""
+        """Return the times of the nearest measured size; None before any."""
         self._read()
         if not self._device:
             return None
@@ -216,22 +206,22 @@ class CaptureDecision:
         return Times(f"{1e3 * self._device[nearest]:.1f} ms", f"{1e3 * self._host:.1f} ms")
 
     def _read(self) -> None:
-        """Take over the times of passes that the device has done. It is not waited for."""
-        while self._laps and self._laps[0].gauge.has_passed(self._laps[0].end):
+        """Read the times of finished passes, without waiting for the others."""
+        while self._laps and self._laps[0].timer.has_passed(self._laps[0].end):
             lap = self._laps.pop(0)
-            seconds = lap.gauge.between(lap.start, lap.end)
+            seconds = lap.timer.between(lap.start, lap.end)
             self._device[lap.tokens] = min(seconds, self._device.get(lap.tokens, inf))
             if lap.host is not None:
                 self._host = min(lap.host, self._host)
                 self._n_read[lap.tokens] += 1
 
-    def _note_memory(self, tokens: int, taken: int) -> None:
-        self._taken[tokens] = max(taken, self._taken.get(tokens, 0))
+    def _note_memory(self, tokens: int, n_bytes: int) -> None:
+        self._step_bytes[tokens] = max(n_bytes, self._step_bytes.get(tokens, 0))
 
-    def _learn_peak(self, gauge: Any) -> None:
-        """What the step of the last trial has allocated with its backward pass, if that was a new peak."""
+    def _learn_peak(self, timer: Any) -> None:
+        """Read the allocations of the last trial's step with its backward pass, if they set a new peak."""
         if self._before is not None:
             tokens, at_rest, peak = self._before
-            if gauge.peak() > peak:
-                self._note_memory(tokens, gauge.peak() - at_rest)
-            self._before = None  # what comes now, as a capture does, is no step of that size
+            if timer.peak() > peak:
+                self._note_memory(tokens, timer.peak() - at_rest)
+            self._before = None  # later peaks, such as a capture's, are of other sizes

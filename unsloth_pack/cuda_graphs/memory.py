@@ -1,8 +1,9 @@
-"""The memory that all graphs of a decoder share, or of a tower.
+"""The memory pool that all graphs of a decoder, or of a tower, share.
 
-Warm-ups and captures allocate from one pool, and every graph writes where another graph's tensors lay: what
-one row computes is used up before the next row is replayed. So tensors that later replays read again, such as
-rotary tables, have to be made outside the pool. What is read right after a replay alone is `borrowed`.
+Warm-ups and captures allocate from one pool, and every graph overwrites the tensors of the others: the
+activations of one row are consumed before the next row is replayed. So tensors that later replays read again,
+such as rotary tables, are allocated outside the pool. Tensors that are read right after a replay only may be
+`alias_memory`.
 """
 
 import gc
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class Token:
-    """Lives as long as the autograd node of a replay may run its backward."""
+    """An object that lives while the autograd node of a replay may still run its backward pass."""
 
 
 class _Pool(NamedTuple):
-    """Stands for a `torch.cuda.MemPool`, of which torch reads the id alone.
+    """A substitute for `torch.cuda.MemPool`, of which torch reads only the id.
 
-    A real one frees its memory when it is garbage collected, and that aborts while a capture runs.
+    A real one frees its memory on garbage collection, which aborts during a capture.
     """
 
     id: "_POOL_HANDLE"
 
 
 def alias_memory(x: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of `x`, from which later captures may allocate when `x` has gone.
+    """Return a tensor over the memory of `x` that lets later captures reuse it once `x` is gone.
 
-    The graph that writes it keeps the memory from being freed. A tensor on the CPU is returned as it is.
+    The graph that writes it keeps the memory alive. A tensor on the CPU is returned as it is.
     """
     if not x.is_cuda or not x.numel():
         return x
@@ -49,70 +50,57 @@ def alias_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clear_workspaces() -> None:
-    """Free cuBLAS' workspaces, one for each thread and stream: 64 MiB for a model that has captured."""
+    """Free cuBLAS's workspaces, one for each thread and stream: 64 MiB for a model that captured."""
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
 
 
 class GraphMemory:
-    """A pool of GPU memory, and which replay's activations lie in it."""
+    """A pool of GPU memory, and the replay whose activations it holds."""
 
     def __init__(self) -> None:
         self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while other graphs come and go
         self._pool: _Pool | None = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: streams share no memory of a pool
-        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
+        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # complete ones
         self._awaited: weakref.ref[Token] | None = None
         self._shared: dict[tuple[str, int, int, torch.dtype, torch.device], torch.Tensor] = {}
-        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
+        self._placeholders: dict[tuple[int, torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
         self._on_host: dict[int, torch.Tensor] = {}
 
     def input(
         self, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """`[tokens, features]`, outside the pool, for what every row brings anew. Graphs of all forms share
-        it, unless it has to be longer than before.
+        """Allocate `[tokens, features]` outside the pool for input `number` of a row.
 
-        Args:
-            number: of the input, among several of one row.
+        Graphs of all forms share it, unless it has to grow.
         """
         return self._rows(("input", number, features, dtype, device), tokens)
 
     def output_gradient(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """Zeros like an output, for the gradient that every row brings anew. Shared, and outside the pool.
-
-        Args:
-            number: of the output, among several of one row.
-            output: `[.., tokens, features]`.
-        """
+        """Return zeros for the gradient of output `number`, shared by all graphs, outside the pool."""
         features = output.shape[-1]
         key = ("gradient", number, features, output.dtype, output.device)
         return self._rows(key, output.numel() // features).zero_().view_as(output)
 
     def _rows(self, key: tuple[str, int, int, torch.dtype, torch.device], tokens: int) -> torch.Tensor:
-        """`[tokens, features]` of a tensor that all graphs share."""
+        """Return `[tokens, features]` of a tensor that all graphs share."""
         if key not in self._shared or len(self._shared[key]) < tokens:
             *_, features, dtype, device = key
             self._shared[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
         return self._shared[key][:tokens].detach()
 
-    def stand_in(self, number: int, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Like the parameter, outside the pool, for its values in `dtype`. Graphs of all forms share it.
-
-        Args:
-            number: of the parameter, among all of the decoder.
-        """
+    def placeholder(self, number: int, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate outside the pool for parameter `number` of the decoder in `dtype`; all graphs share it."""
         key = (number, parameter.shape, dtype, parameter.device)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return self._stand_ins[key]
+        if key not in self._placeholders:
+            self._placeholders[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return self._placeholders[key]
 
     def host_buffer(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory that holds `x`, `[bytes]` uint8 or more of them. Graphs of all forms share it,
-        unless it has to be longer than before.
+        """Return pinned host memory for tensor `number` of a row: at least its bytes, uint8.
 
-        Args:
-            number: of the tensor, among several of one row.
+        Graphs of all forms share it, unless it has to grow.
         """
         if number not in self._on_host or len(self._on_host[number]) < x.nbytes:
             self._on_host[number] = torch.empty(x.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -120,16 +108,16 @@ class GraphMemory:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Allocate from the pool, where the capture that follows allocates the same again.
+        """Allocate from the pool, as the following capture will.
 
-        The pool is on the current device. After the model has moved to another device, a new one is made.
+        The pool is on the current device; a new one is created once the model is on another device.
         """
         pool, stream = self._pool_here()
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream), torch.cuda.use_mem_pool(cast(torch.cuda.MemPool, pool)):
                 yield
-        finally:  # kernels of a warm-up that breaks may still be reading what is freed next
+        finally:  # kernels of a failed warm-up may still read memory that is freed next
             torch.cuda.current_stream().wait_stream(stream)
 
     def _pool_here(self) -> tuple[_Pool, torch.cuda.Stream]:
@@ -149,14 +137,14 @@ class GraphMemory:
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record what runs inside this context in the graph, in memory of the pool.
+        """Capture this context in the graph, in memory of the pool.
 
-        Only this thread is restricted meanwhile. Under torch's default, CUDA calls of other threads would end
-        the run, such as those of a data loader that pins memory or of a process group.
+        Only this thread is restricted meanwhile: under torch's default, CUDA calls of other threads, such as
+        a data loader that pins memory or a process group, would end the run.
         """
         pool = None if self._pool is None else self._pool.id
-        # cuBLAS takes new workspaces from the pool: those of a warm-up's backward pass lie outside, where
-        # the end of another model frees them under the replays of this graph
+        # cuBLAS then takes new workspaces from the pool. Those of a warm-up's backward pass are outside it,
+        # and the end of another model would free them while this graph is replayed.
         _clear_workspaces()
         stream_before = torch.cuda.current_stream()
         try:
@@ -168,33 +156,33 @@ class GraphMemory:
                 _end_allocating_to(pool, stream_before.device_index)
             raise
         finally:
-            torch.cuda.set_stream(stream_before)  # a capture that breaks leaves its own stream current
+            torch.cuda.set_stream(stream_before)  # a failed capture leaves its own stream current
 
     def give_back(self) -> None:
-        """Free the pool after a capture that broke. Nobody replays its graphs any more."""
-        self._end_shares_of_whole_graphs()
-        gc.collect()  # frees the tensors of the broken capture, which the frames of its error hold
+        """Free the pool after a capture failed. Its graphs must not be replayed any more."""
+        self._reset_complete_graphs()
+        gc.collect()  # frees the tensors of the failed capture, which the frames of its error hold
         pool, stream = self._pool, self._stream
         if pool is None or stream is None:
             return
-        torch._C._cuda_clearCublasWorkspaces()  # the workspace of the captures' stream lies in the pool
+        torch._C._cuda_clearCublasWorkspaces()  # the pool holds the workspace of the captures' stream
         torch.cuda.empty_cache()
-        if _has_share_left(pool):  # the broken capture's, which has no graph to reset
+        if _has_share_left(pool):  # of the failed capture, which has no graph to reset
             torch._C._cuda_releasePool(stream.device_index, pool.id)
             torch.cuda.empty_cache()
 
     def after_broken_capture(self, device: torch.device) -> "GraphMemory":
-        """A new one in place of this, which is freed. Nobody replays its graphs any more."""
+        """Free this pool and return a fresh one, after a capture failed."""
         self.give_back()
         generator = torch.cuda.default_generators[device.index or 0]
-        generator.graphsafe_set_state(generator.clone_state())  # the broken capture left it capturing
+        generator.graphsafe_set_state(generator.clone_state())  # the failed capture left it capturing
         return GraphMemory()
 
-    def _end_shares_of_whole_graphs(self) -> None:
-        """Reset every graph whose capture did not break, even where a loss of the step before still holds it.
+    def _reset_complete_graphs(self) -> None:
+        """Reset every complete graph, even if a loss of the last step still holds it.
 
-        Releasing the pool ends any one share in it. If that were the share of a whole graph, torch would
-        abort when the graph goes.
+        Releasing the pool ends an arbitrary share in it. Without its share, a graph aborts torch when it is
+        freed.
         """
         for graph in self._captured:
             graph.reset()
@@ -202,44 +190,38 @@ class GraphMemory:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a forward pass has been replayed whose backward pass may still come."""
+        """True if the backward pass of the last replay may still come."""
         return self._awaited is not None and self._awaited() is not None
 
     def fill(self, token: Token) -> None:
-        """Note that a forward pass has been replayed, whose activations fill the pool from now on."""
+        """Note that the activations of a replayed forward pass fill the pool."""
         self._awaited = weakref.ref(token)
 
     def use_up(self, token: Token) -> None:
-        """Note that its backward pass is about to be replayed, which overwrites the activations it reads.
-
-        Raises:
-            RuntimeError: they have been overwritten, by that backward pass or by another row.
-        """
+        """Note that the backward pass overwrites the activations; RuntimeError if they are gone already."""
         if self._awaited is None or self._awaited() is not token:
-            raise RuntimeError(
-                "a step captured in CUDA graphs goes through its backward pass once; add up the losses "
-                "before it, or run a forward pass for each"
-            )
+            remedy = "add up the losses before it, or run a forward pass for each"
+            raise RuntimeError(f"a step captured in CUDA graphs has one backward pass; {remedy}")
         self._awaited = None
 
 
 def _end_allocating_to(pool: "_POOL_HANDLE", device: int) -> None:
-    """For torch before 2.12, which counts a broken capture as going on and would free nothing of the pool.
+    """End a failed capture's allocations for torch before 2.12, which would free nothing of the pool.
 
-    Later versions have ended it themselves, and raise here.
+    Later versions have ended them, and raise here.
     """
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def _has_share_left(pool: _Pool) -> bool:
-    """Whether a segment of the pool has outlived `empty_cache` though nothing lies in it."""
+    """True if an empty segment of the pool has outlived `empty_cache`."""
     segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool.id]
     return any(segment["active_size"] == 0 for segment in segments)
 
 
-def what_broke(error: BaseException) -> str:
-    """What went wrong first in a capture: torch raises once more as it ends it."""
+def describe_cause(error: BaseException) -> str:
+    """Describe the first error of a capture: torch raises another one as it ends it."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {first_line(error)}"

@@ -1,7 +1,4 @@
-"""What a step needs of a decoder: to run packed rows, and to be captured.
-
-`forwards.decoder.FastDecoder` is one such decoder. Any other class with these members will do.
-"""
+"""Protocols of a decoder that runs packed rows and can be captured, such as `layers.decoder.FastDecoder`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -13,24 +10,24 @@ from unsloth_pack.packed_row.row import PackedRow
 
 
 class KeptTables(Protocol):
-    """Rotary tables that are kept between steps, so that graphs may read them."""
+    """Rotary tables that live longer than a step, so that graphs can read them."""
 
     @property
     def static_table(self) -> tuple[Tensor, Tensor] | None:
-        """`cos` and `sin`, made by the last `for_row`."""
+        """`cos` and `sin` of the last `for_row`."""
 
     def for_row(self, row: PackedRow) -> object:
-        """Make the tables that the row reads, unless they are long enough already."""
+        """Extend the tables to the row's positions if necessary."""
 
 
 class Recomputation(Protocol):
-    """Which layers the backward pass computes again."""
+    """The number of layers that the backward pass recomputes."""
 
     n_recomputed: int
 
 
 class DecoderOutput(Protocol):
-    """What a decoder returns."""
+    """The output of a decoder."""
 
     @property
     def last_hidden_state(self) -> Tensor | None:
@@ -38,7 +35,7 @@ class DecoderOutput(Protocol):
 
     @property
     def router_logits(self) -> tuple[Tensor, ...] | None:
-        """`[B * T, experts]` of every layer that routes, where they were asked for."""
+        """`[B * T, experts]` of every layer that routes, if requested."""
 
 
 class PackedDecoder(Walkable, Protocol):
@@ -53,7 +50,7 @@ class PackedDecoder(Walkable, Protocol):
         """The decoder layers, all of one size. Their `gradient_checkpointing` may be True."""
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """As in transformers: makes hidden states of token ids."""
+        """Return the token embedding, as in transformers."""
 
     def _packed_forward(
         self,
@@ -63,32 +60,32 @@ class PackedDecoder(Walkable, Protocol):
         only: Collection[int] | None = None,
         **asked: Any,
     ) -> DecoderOutput:
-        """The hidden states of a packed row.
+        """Compute the hidden states of a packed row.
 
         Args:
-            input_ids: `[B, T]` int64, or None where `inputs_embeds` `[B, T, C]` is given.
-            only: the numbers of the layers that run; None for all.
-            asked: `output_router_logits=True`, or nothing; and with `inputs_embeds` perhaps
+            input_ids: `[B, T]` int64, or None with `inputs_embeds` `[B, T, C]`.
+            only: the numbers of the layers to run; None for all.
+            asked: perhaps `output_router_logits=True`; with `inputs_embeds` perhaps
                 `deepstack_visual_embeds`, `[V, C]` for each of the first layers, to add to the hidden states
-                of the V tokens that stand for images.
+                of the V image tokens.
         """
 
 
 class CapturableDecoder(PackedDecoder, Protocol):
-    """A packed decoder that graphs can hold: it reads nothing of a row but what `PackedRow.static` allows."""
+    """A packed decoder that can be captured: it reads only the parts of a row that `PackedRow.static` has."""
 
     @property
     def rotary_tables(self) -> Mapping[str | None, KeptTables]:
-        """By the kind of layer that reads them."""
+        """Rotary tables by kind of layer."""
 
     @property
     def recompute_plan(self) -> Recomputation | None:
-        """Which layers are recomputed, where the free memory decides it; None elsewhere."""
+        """The plan, if the free memory decides which layers are recomputed; else None."""
 
 
 @runtime_checkable
 class CastsParameters(Protocol):
-    """A module that casts parameters at every call to the dtype that it computes in."""
+    """A module that casts parameters to its compute dtype at every call."""
 
     def cast_when_used(self) -> list[Tensor]:
-        """These parameters."""
+        """List these parameters."""

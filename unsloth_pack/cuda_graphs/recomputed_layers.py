@@ -1,4 +1,4 @@
-"""Layers under gradient checkpointing, in a capture: the backward graph computes them again."""
+"""Gradient checkpointing in a capture: the backward graph recomputes layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +13,12 @@ from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.lora.linear import SeedTape
 
-_CHANGES_NO_VALUE = {"use_reentrant", "preserve_rng_state", "determinism_check"}  # options of `checkpoint`
+_NEUTRAL_OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check"}  # options of `checkpoint`
 
 
 def why_not_recomputed(decoder: CapturableDecoder) -> str | None:
-    """Why the layers that are checkpointed keep a step from being captured, or None."""
-    # transformers can checkpoint every n-th layer, also counted from a vision tower's first
+    """Explain why checkpointed layers prevent the capture of a step, or None."""
+    # transformers can checkpoint every n-th layer, even counted from a vision tower's first
     functions = [
         getattr(layer, "_gradient_checkpointing_func", None)
         for layer in decoder.layers
@@ -33,7 +33,7 @@ def why_not_recomputed(decoder: CapturableDecoder) -> str | None:
 
 
 def _offloads(function: object) -> bool:
-    """Whether a checkpointing function also holds the inputs of layers in host memory."""
+    """True if a checkpointing function offloads the inputs of layers to host memory."""
     return getattr(function, "offloads", False)
 
 
@@ -41,22 +41,19 @@ def _is_plain(function: object) -> bool:
     if not isinstance(function, partial) or function.func is not checkpoint or function.args:
         return False
     options = function.keywords
-    return options.keys() <= _CHANGES_NO_VALUE and options.get("use_reentrant") is False
+    return options.keys() <= _NEUTRAL_OPTIONS and options.get("use_reentrant") is False
 
 
 class RecomputedLayers:
-    """Checkpoints layers within its context in a way that a graph can hold.
+    """Checkpoint layers within its context in a way that can be captured.
 
-    `torch.utils.checkpoint` reads and sets the generator of random numbers, which a capture forbids. Here the
-    seeds of LoRA dropout are kept. Inputs that are held in host memory lie where every replay finds them.
-
-    Args:
-        memory: owns that host memory.
+    `torch.utils.checkpoint` reads and sets the random generator, which a capture forbids. Here the seeds of
+    LoRA dropout are recorded. Offloaded inputs have fixed host buffers, which `memory` owns.
     """
 
     def __init__(self, decoder: CapturableDecoder, memory: GraphMemory):
         self._replaced: list[tuple[Any, Any]] = []  # the layers and their own functions
-        self._buffers: list[Tensor] = []  # of the inputs: the graphs read them for as long as this lives
+        self._buffers: list[Tensor] = []  # of the inputs: the graphs read them while this lives
         self._memory, self._store = memory, ActivationOffload(self._buffer)
         if decoder.recompute_plan is None:
             layers: list[Any] = [x for x in decoder.layers if getattr(x, "gradient_checkpointing", False)]
@@ -75,7 +72,7 @@ class RecomputedLayers:
             layer._gradient_checkpointing_func = function
 
     def end_backward(self) -> None:
-        """End a backward pass within its capture: a graph holds no copy that nothing waits for."""
+        """End a backward pass within its capture: every copy in a graph needs something that waits for it."""
         self._store.end()
 
     def _offloaded(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -84,7 +81,7 @@ class RecomputedLayers:
 
     def _buffer(self, number: int, x: Tensor) -> Tensor:
         buffer = self._memory.host_buffer(number, x)
-        if not any(held is buffer for held in self._buffers):
+        if not any(other is buffer for other in self._buffers):
             self._buffers.append(buffer)
         return buffer.view(x.dtype)[: x.numel()].view(x.shape)
 

@@ -1,4 +1,7 @@
-"""Which packed rows replay the same CUDA graphs: sizes rounded up, to which a row is padded."""
+"""Forms of packed rows: sizes rounded up, to which a row is padded. Rows of one form replay the same graphs.
+
+Shapes: B rows of T tokens, N = B * T, V image tokens, C features.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +16,6 @@ from unsloth_pack.models.spec import DEEPSTACK
 from unsloth_pack.packed_row.images import BlockForm
 from unsloth_pack.packed_row.row import PackedRow, power_of_2, round_up
 
-# What goes into a decoder beside the row: token ids, or embeddings that hold images.
-#
-# Shapes: B rows of T tokens, N = B * T, V of them stand for images, C features.
-
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
@@ -24,32 +23,32 @@ class Embedded:
 
     Args:
         embeds: `[B, T, C]`.
-        by_layer: `[V, C]` each, what is added to the tokens of images behind the first layers (DeepStack).
+        by_layer: `[V, C]` each, added to the image tokens after the first layers (DeepStack).
     """
 
     embeds: Tensor
     by_layer: Sequence[Tensor] = ()
 
     def by_token(self, row: PackedRow) -> list[Tensor]:
-        """`[N, C]` each: the embeddings, and what is added to every token behind each of the first layers."""
+        """Return the embeddings and the additions after each of the first layers, `[N, C]` each."""
         embeds_NC = self.embeds.flatten(0, 1)
-        # -0.0 and not 0.0: to add it changes no bit of any number
-        nothing = [torch.full_like(embeds_NC, -0.0, requires_grad=False) for _ in self.by_layer]
+        # Adding -0.0, unlike 0.0, changes no bit of any number
+        zeros = [torch.full_like(embeds_NC, -0.0, requires_grad=False) for _ in self.by_layer]
         added = (
-            none_NC.index_copy_(0, row.visual_ids, features_VC.to(embeds_NC.dtype))
-            for none_NC, features_VC in zip(nothing, self.by_layer, strict=True)
+            zeros_NC.index_copy_(0, row.visual_ids, features_VC.to(embeds_NC.dtype))
+            for zeros_NC, features_VC in zip(zeros, self.by_layer, strict=True)
         )
         return [embeds_NC, *added]
 
 
 @dataclass(frozen=True)
 class EmbeddedForm:
-    """What rows of embeddings have to share to replay the same graphs.
+    """The properties of embeddings that graphs depend on.
 
     Args:
         features: of a token.
-        n_layers: behind how many layers something is added.
-        trains: whether a gradient goes on from them, to what has made the images for example.
+        n_layers: number of layers with additions.
+        trains: True if the embeddings need a gradient, for example for a vision tower.
     """
 
     features: int
@@ -59,7 +58,7 @@ class EmbeddedForm:
 
     @classmethod
     def of(cls, inputs: Tensor | Embedded) -> "EmbeddedForm | None":
-        """None of token ids."""
+        """Describe embeddings; None for token ids."""
         if isinstance(inputs, Tensor):
             return None
         embeds, by_layer = inputs.embeds, inputs.by_layer
@@ -68,13 +67,10 @@ class EmbeddedForm:
 
 
 class StaticInputs:
-    """The inputs that graphs read, for `tokens` tokens.
-
-    Args:
-        form: None for token ids.
+    """The static inputs of graphs: token ids without a form, else embeddings.
 
     Attributes:
-        leaves: `[tokens, C]` each; those whose gradients the graphs compute.
+        leaves: `[tokens, C]` each; the inputs that get gradients.
     """
 
     def __init__(self, tokens: int, form: EmbeddedForm | None, device: torch.device, memory: GraphMemory):
@@ -89,47 +85,42 @@ class StaticInputs:
         self.leaves = [x for x in self._by_token if x.requires_grad]
 
     def fill(self, inputs: list[Tensor] | Tensor, n_tokens: int) -> None:
-        """Take the inputs of a row.
-
-        Args:
-            inputs: token ids `[B, T]`, or what `Embedded.by_token` gives.
-        """
+        """Copy the inputs of a row: token ids `[B, T]`, or `Embedded.by_token`."""
         if self._ids is not None:
             assert isinstance(inputs, Tensor)
-            self._ids[0, :n_tokens].copy_(inputs.reshape(-1))  # behind them are ids of a row before
+            self._ids[0, :n_tokens].copy_(inputs.reshape(-1))  # the rest keeps ids of an earlier row
             return
         with torch.no_grad():
-            for static, given in zip(self._by_token, inputs, strict=True):
-                static[:n_tokens].copy_(given)
-                static[n_tokens:].zero_()  # not of a row before: a NaN there would reach the gradients
+            for static, x in zip(self._by_token, inputs, strict=True):
+                static[:n_tokens].copy_(x)
+                static[n_tokens:].zero_()  # an earlier row's NaN there would reach the gradients
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None, dict[str, Any]]:
-        """What `_packed_forward` of a decoder takes behind the row."""
+        """Return the arguments of a decoder's `_packed_forward` after the row."""
         if not self._by_token:
             return self._ids, None, {}
         embeds, *by_layer = self._by_token
         return None, embeds[None], {DEEPSTACK: by_layer} if by_layer else {}
 
 
-ROWS_BEFORE_CAPTURE = 2  # of a size: they compile the kernels, and what comes once costs nothing
-MOST_FORMS = 12
-WASTE_ALLOWED = 1.25  # tokens computed for each token of a common size, before it is captured too
+ROWS_BEFORE_CAPTURE = 2  # of a size: they compile the kernels, and a rare size is never captured
+MAX_FORMS = 12
+WASTE_ALLOWED = 1.25  # padded tokens for each token of a common size, before it is captured too
 
 
 @dataclass(frozen=True)
 class ShapeBucket:
-    """The sizes of a row, rounded up. Rows of one form replay the same graphs.
+    """The form of a row: its sizes, rounded up.
 
     Args:
         tokens: of the padded row.
-        segments: of the padded row: its documents, and what the padding is cut into.
+        segments: of the padded row: its documents, and the pieces of the padding.
         longest: tokens of a segment at most, and positions that the row reaches.
-        autocast: the dtype that autocast computes in; None without autocast.
-        router_logits: whether these are asked for, beside the last hidden state.
-        embedded: of the embeddings that come in; None where token ids do.
-        axes: whether tokens may have other positions in time, height and width than along the text.
-        blocks: of the tokens that see each other in both directions; None where none do. With them the last
-            token is padding.
+        autocast: autocast's dtype; None without autocast.
+        router_logits: True if they are requested beside the last hidden state.
+        embedded: the form of embeddings; None for token ids.
+        axes: True if tokens may have other positions in time, height and width than along the text.
+        blocks: of bidirectional tokens, or None. With them the last token is padding.
     """
 
     tokens: int
@@ -145,7 +136,7 @@ class ShapeBucket:
     def of(
         cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> "ShapeBucket":
-        """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
+        """Round a row's sizes: tokens to sixteenths of the power of 2 above, the rest to powers of 2."""
         blocks = BlockForm.from_row(row) if len(row.blocks) else None
         tokens = round_up(row.n_tokens + (blocks is not None), 64)
         longest = power_of_2(max(_longest(row), min(256, tokens)))
@@ -154,11 +145,10 @@ class ShapeBucket:
         return cls(tokens, segments, longest, *kind, blocks)
 
     def widened(self, others: Iterable["ShapeBucket"], room: int) -> "ShapeBucket":
-        """This form with as many segments, and as long ones, as the widest of others like it.
+        """Widen to the segments, their length and the blocks of other forms with no more tokens.
 
         Args:
-            others: forms of rows; those of more tokens are left out.
-            room: how many times as many, and as long ones, up to the tokens of the form.
+            room: a further factor for segments and their length, up to the form's tokens.
         """
         like = [self, *(other for other in others if other.tokens <= self.tokens and other.kind == self.kind)]
         longest = max(form.longest for form in like)
@@ -172,7 +162,7 @@ class ShapeBucket:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """What a replay takes, the dearest first."""
+        """The sizes, the most expensive first."""
         blocks = (0, 0) if self.blocks is None else (self.blocks.queries, self.blocks.earlier)
         return self.tokens, *blocks, self.longest, self.segments
 
@@ -184,7 +174,7 @@ class ShapeBucket:
     def holds(
         self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> bool:
-        """Whether the row fits into the form, under the autocast that is on now."""
+        """True if the row fits into the form, under the current autocast."""
         return (
             row.n_tokens + bool(len(row.blocks)) <= self.tokens
             and _longest(row) <= self.longest
@@ -199,15 +189,15 @@ class ShapeBucket:
 
 
 def _longest(row: PackedRow) -> int:
-    """Positions that the row reaches. A document may start above position 0."""
+    """Return the positions that the row reaches. A document may start above position 0."""
     return max(row.longest, int(row.positions.max()) + 1)
 
 
 def _segments(row: PackedRow, tokens: int, longest: int) -> int:
-    """Segments of the row once it is padded to `tokens`, by runs of at most `longest` tokens."""
+    """Count the segments of the row padded to `tokens` with runs of at most `longest` tokens."""
     return len(row.lengths) + -(-(tokens - row.n_tokens) // longest)
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The dtype that autocast computes in; None without autocast."""
+    """Return autocast's dtype; None without autocast."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

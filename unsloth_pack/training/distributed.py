@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, joined
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, join
 from unsloth_pack.errors import InputError
 from unsloth_pack.modules.sharding import sharded_by
 from unsloth_pack.patching.patch import patch_of
@@ -157,7 +157,7 @@ def _average_apart(gradients: Sequence[Tensor]) -> None:
     """Gradients that do not lie in one tensor here, in the order in which they may lie in the others'."""
     layout = FlatLayout([gradient.shape for gradient in gradients])
     ordered = [gradients[place] for place in layout.order]
-    together = joined(ordered)
+    together = join(ordered)
     _average(together)
     for gradient, part in zip(ordered, layout.cut(together), strict=True):
         gradient.copy_(part)
