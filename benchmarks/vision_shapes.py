@@ -244,10 +244,10 @@ def processor_in(folder: str, name: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from unsloth_pack.images.processor import VisionProcessor
-    from unsloth_pack.images.tokens import image_tokens_of
+    from unsloth_pack.images.tokens import get_image_tokens
 
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    images, tokens = SHAPES[name].image_processor(), image_tokens_of(config)
+    images, tokens = SHAPES[name].image_processor(), get_image_tokens(config)
     return config, VisionProcessor(images, tokenizer, tokenizer.chat_template, tokens, config=config)
 
 

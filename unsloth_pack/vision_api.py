@@ -19,12 +19,12 @@ from unsloth_pack.images.packed_rows import RowWithImages
 from unsloth_pack.images.prepared import decoded
 from unsloth_pack.images.processor import (
     VisionProcessor,
+    build_processor,
+    find_processor_folder,
     load_image_processor,
-    processor_folder,
-    processor_of,
 )
 from unsloth_pack.images.reading import UnreadableImage
-from unsloth_pack.images.tokens import ImageTokenIds, image_tokens_of
+from unsloth_pack.images.tokens import ImageTokenIds, get_image_tokens
 from unsloth_pack.layers.vision.vision_lm import PIXELS, FastVisionLM
 from unsloth_pack.lora.vision_targets import Aligner, TrainedParts, vision_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode
@@ -79,8 +79,8 @@ class FastVisionModel:
         files = {name: kwargs[name] for name in kwargs if name in _HUB}
         files |= take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
-        tokens = image_tokens_of(config)
-        image_source = processor_folder(model_name)
+        tokens = get_image_tokens(config)
+        image_source = find_processor_folder(model_name)
         image_processor = load_image_processor(
             image_source, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
         )
@@ -94,7 +94,7 @@ class FastVisionModel:
             **kwargs,
         )
         ImageTokenIds(tokens, tokenizer, config)
-        return model, processor_of(image_source, image_processor, tokenizer, tokens, config, **files)
+        return model, build_processor(image_source, image_processor, tokenizer, tokens, config, **files)
 
     @staticmethod
     def get_peft_model(
@@ -260,7 +260,7 @@ class VisionDataCollator:
                 f"model is a {type(model).__name__}, which has no configuration; give what "
                 "FastVisionModel.from_pretrained returns"
             )
-        tokens = image_tokens_of(config)
+        tokens = get_image_tokens(config)
         self._make_images = make_image_family(config, image_processor)
         relabel = None
         if train_on_responses_only:
@@ -319,7 +319,7 @@ class VisionDataCollator:
         return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
 
     def _pack(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
-        packed = RowWithImages.of(
+        packed = RowWithImages.pack(
             [document.ids for document, _ in documents],
             [document.labels for document, _ in documents],
             [images for _, images in documents],

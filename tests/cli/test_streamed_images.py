@@ -15,7 +15,7 @@ from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.images.reading import ImageSource, size_of
+from unsloth_pack.images.reading import ImageSource, read_size
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.prepare import prepare
 from unsloth_pack.report.metrics import read_losses
@@ -207,5 +207,5 @@ def test_threads_that_decode_leave_warnings_as_they_are(place):
     before = warnings.filters[:]
     sources = [ImageSource(0, "images", place / "seen" / f"{n}-0.png") for n in (1, 2, 3, 5, 6, 7, 9)] * 20
     with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(size_of, sources))) > 1
+        assert len(set(pool.map(read_size, sources))) > 1
     assert warnings.filters == before

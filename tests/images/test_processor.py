@@ -19,7 +19,7 @@ from transformers import (
 
 from unsloth_pack import VisionDataCollator
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.processor import limit_pixels, load_image_processor, processor_of
+from unsloth_pack.images.processor import build_processor, limit_pixels, load_image_processor
 from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.reading import ImageSource
 
@@ -112,7 +112,7 @@ def test_what_is_saved_can_be_loaded_by_transformers(model_type, tmp_path):
         assert saved["processor_class"] == THEIRS[model_type].__name__
     assert json.loads((tmp_path / "processor_config.json").read_text())["video_processor"]["fps"] == 2
     loaded = load_image_processor(str(tmp_path))
-    again = processor_of(str(tmp_path), loaded, tokenizer, IMAGE_TOKENS[model_type])
+    again = build_processor(str(tmp_path), loaded, tokenizer, IMAGE_TOKENS[model_type])
     assert again._of_videos["fps"] == 2
     text = "<|vision_start|><|image_pad|><|vision_end|>"
     one, two = (p(images=[picture(90, 64)], text=[text], return_tensors="pt") for p in (ours, again))

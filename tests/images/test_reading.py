@@ -10,7 +10,7 @@ from PIL import Image, ImageFile, ImageOps, features
 from tiny_vision import encoded, picture
 
 from unsloth_pack.images.qwen_vl import QwenVLImages
-from unsloth_pack.images.reading import ImageSource, UnreadableImage, pixels_of, size_of, source_of
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source, read_pixels, read_size
 
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 KINDS += ["AVIF"] if features.check("avif") else []
@@ -31,15 +31,15 @@ def with_exif(kind, orientation, size=(40, 72)):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_header_says_what_decoding_gives(kind):
     data = encoded(picture(40, 72), kind)
-    assert size_of(of(data)) == (40, 72) == pixels_of(of(data)).size[::-1]
+    assert read_size(of(data)) == (40, 72) == read_pixels(of(data)).size[::-1]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("GIF", "BMP", "PPM", "JPEG2000")])
 def test_images_are_turned_as_their_exif_says(kind, orientation):
     data = with_exif(kind, orientation)
-    decoded = pixels_of(of(data))
-    assert size_of(of(data)) == decoded.size[::-1]
+    decoded = read_pixels(of(data))
+    assert read_size(of(data)) == decoded.size[::-1]
     theirs = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     assert decoded.tobytes() == theirs.tobytes()
     if kind != "AVIF":  # Pillow's encoder turns the pixels there
@@ -48,10 +48,10 @@ def test_images_are_turned_as_their_exif_says(kind, orientation):
 
 def test_an_image_of_pillow_is_turned_too():
     opened = Image.open(io.BytesIO(with_exif("JPEG", 6)))
-    assert size_of(of(opened)) == (72, 40) == pixels_of(of(opened)).size[::-1]
+    assert read_size(of(opened)) == (72, 40) == read_pixels(of(opened)).size[::-1]
     opened = Image.open(io.BytesIO(with_exif("PNG", 6)))
     opened.load()
-    assert size_of(of(opened)) == (72, 40) == pixels_of(of(opened)).size[::-1]
+    assert read_size(of(opened)) == (72, 40) == read_pixels(of(opened)).size[::-1]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
@@ -60,10 +60,10 @@ def test_a_file_that_is_cut_is_refused_by_its_end(kind, monkeypatch):
     data = encoded(picture(400, 720), kind)
     for length in (len(data) * 9 // 10, len(data) // 2):
         with pytest.raises(UnreadableImage, match="truncated"):
-            size_of(of(data[:length]))
-    assert size_of(of(data + b"more")) == (400, 720)
+            read_size(of(data[:length]))
+    assert read_size(of(data + b"more")) == (400, 720)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
-    assert size_of(of(data)) == (400, 720)
+    assert read_size(of(data)) == (400, 720)
 
 
 def chunk(name, body):
@@ -77,36 +77,36 @@ def test_exif_behind_the_pixels_of_a_png():
     exif[0x0112] = 8
     body = exif.tobytes().removeprefix(b"Exif\0\0")
     data = plain[:-12] + chunk(b"eXIf", body) + plain[-12:]
-    assert size_of(of(data)) == (72, 40) == pixels_of(of(data)).size[::-1]
+    assert read_size(of(data)) == (72, 40) == read_pixels(of(data)).size[::-1]
 
 
 def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch):
     data = encoded(picture(40, 72))
     cut = data[: data.index(b"IDAT") + 8] + data[-12:]  # it ends as a whole one does
-    assert size_of(of(cut)) == (40, 72)
+    assert read_size(of(cut)) == (40, 72)
     with pytest.raises(ValueError, match="cannot be read"):
-        pixels_of(of(cut))
+        read_pixels(of(cut))
 
 
 def test_modes():
     image = picture(24, 40)
-    assert pixels_of(of(encoded(image.convert("CMYK"), "TIFF"))).mode == "RGB"
+    assert read_pixels(of(encoded(image.convert("CMYK"), "TIFF"))).mode == "RGB"
     grey = image.convert("L")
-    assert np.asarray(pixels_of(of(encoded(grey))))[..., 1].tolist() == np.asarray(grey).tolist()
+    assert np.asarray(read_pixels(of(encoded(grey))))[..., 1].tolist() == np.asarray(grey).tolist()
     palette = image.quantize(16)
     with_alpha = encoded(palette, "PNG", transparency=3)
-    assert pixels_of(of(with_alpha)).tobytes() == palette.convert("RGB").tobytes()
+    assert read_pixels(of(with_alpha)).tobytes() == palette.convert("RGB").tobytes()
     hidden = image.convert("RGBA")
     hidden.putalpha(0)  # as in transformers' processors, transparency is dropped
-    assert pixels_of(of(encoded(hidden))).tobytes() == image.tobytes()
-    assert set(np.unique(np.asarray(pixels_of(of(encoded(grey.convert("1"))))))) <= {0, 255}
+    assert read_pixels(of(encoded(hidden))).tobytes() == image.tobytes()
+    assert set(np.unique(np.asarray(read_pixels(of(encoded(grey.convert("1"))))))) <= {0, 255}
 
 
 def test_sixteen_bits_become_eight():
     """Pillow's own conversion cuts all values above 255."""
     wide = np.linspace(0, 65535, 24 * 40).reshape(24, 40).astype(np.uint16)
     data = encoded(Image.fromarray(wide))
-    got = np.asarray(pixels_of(of(data)))[..., 0].astype(float)
+    got = np.asarray(read_pixels(of(data)))[..., 0].astype(float)
     assert np.abs(got - wide / 257).max() <= 0.5
     assert (got.min(), got.max()) == (0, 255)
 
@@ -115,7 +115,7 @@ def test_an_animation_is_its_first_frame():
     frames = [picture(24, 40, seed).quantize(64) for seed in range(3)]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     first = Image.open(io.BytesIO(data)).convert("RGB")
-    assert pixels_of(of(data)).tobytes() == first.tobytes()
+    assert read_pixels(of(data)).tobytes() == first.tobytes()
 
 
 def test_ways_to_name_an_image(tmp_path):
@@ -132,10 +132,10 @@ def test_ways_to_name_an_image(tmp_path):
         *({"bytes": data, "path": None}, {"bytes": None, "path": "a b.png"}, {"bytes": data, "path": "gone"}),
         *({"url": uri}, Image.open(path)),
     ):
-        assert size_of(source_of(0, "image", value, folder)) == (24, 40)
-    assert size_of(source_of(0, "image", str(path), None)) == (24, 40)
+        assert read_size(parse_source(0, "image", value, folder)) == (24, 40)
+    assert read_size(parse_source(0, "image", str(path), None)) == (24, 40)
     (folder / "link.png").symlink_to(path)
-    assert size_of(source_of(0, "image", "link.png", folder)) == (24, 40)
+    assert read_size(parse_source(0, "image", "link.png", folder)) == (24, 40)
 
 
 @pytest.mark.parametrize("size", [(3, 50), (50, 3), (1, 1), (1, 100), (97, 131), (16, 16)])
@@ -144,4 +144,4 @@ def test_small_and_odd_sizes_take_the_tokens_that_their_header_says(size, proces
     make = QwenVLImages(processor.image_processor)
     source = of(encoded(picture(*size)))
     patches = make(source)
-    assert len(patches.values) == make.cut(source, size_of(source)).tokens * 4
+    assert len(patches.values) == make.cut(source, read_size(source)).tokens * 4

@@ -6,8 +6,8 @@ from tiny_vision import asked, encoded, picture, vision_config, vision_processor
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.images.families import make_image_family
-from unsloth_pack.images.prepared import source_of_stored, stored
-from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.images.prepared import source_from_record, stored
+from unsloth_pack.images.tokens import get_image_tokens
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 
 ONE, OTHER = (encoded(picture(64, 64, seed), "BMP") for seed in (0, 1))  # of one size
@@ -18,7 +18,7 @@ def packed():
     """A packed row of one document, and what makes batches of it."""
     config, processor = vision_config(), vision_processor()
     make = make_image_family(config, processor.image_processor)
-    encode = VisionEncoder(processor.tokenizer, image_tokens_of(config), make, config=config)
+    encode = VisionEncoder(processor.tokenizer, get_image_tokens(config), make, config=config)
     (document,) = encode([asked(ONE)])
     images = [{"path": None, **stored(image, None)} for image in document.images]
     row = {"input_ids": document.ids, "labels": document.labels, COLUMN: images}
@@ -40,4 +40,4 @@ def test_bytes_that_are_not_those_that_were_packed_are_refused(packed):
 def test_an_image_without_a_hash_is_read(packed, absent):
     (image,) = packed[0][COLUMN]
     image = {name: value for name, value in image.items() if name != "sha256"} | absent
-    assert source_of_stored(image, None).content == ONE
+    assert source_from_record(image, None).content == ONE

@@ -339,7 +339,7 @@ def test_nothing_is_captured_where_nothing_trains(recorded, replays):
     graphs = model.get_decoder().step_graphs
     for _ in range(4):
         called("qwen3_vl", model, text)
-        assert graphs.why_not == "no weight of the decoder is trained, nor what comes in"
+        assert graphs.why_not == "no weight of the decoder is trained, nor its inputs"
     for _ in range(4):  # a gradient goes on to the pixels
         called("qwen3_vl", model, docs, labels=labels_of(docs)[None])
     assert replays == [69, 69]

@@ -39,13 +39,13 @@ def run(arguments: Sequence[str]) -> int:
 
     quieten()
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.images.processor import saved_beside
+    from unsloth_pack.images.processor import pick_processor
 
     # No row will be packed, so that any length will do.
     loading = held_by_run(source) | {name: given[name] for name in LOADED_IN if name in given}
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
     method = given.get("save_method", "merged_16bit")
-    model.save_pretrained_merged(target, saved_beside(model, str(source), tokenizer), save_method=method)
+    model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
     used = next((f", with {name}" for name in LOADED_IN if loading.get(name)), "")
     print(printable(f"saved {source} as {method}{used} in {target}"))
     return 0

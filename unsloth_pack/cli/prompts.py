@@ -6,7 +6,7 @@ from typing import Any
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.images.reading import ImageSource, UnreadableImage, pixels_of, source_of
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source, read_pixels
 from unsloth_pack.images.rows import MARK, with_parts
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens
 
@@ -41,7 +41,7 @@ def _opened(file: str) -> Any:
     if not Path(file).is_file():
         raise InputError(f"--image is {file!r}, which is no file; correct it")
     try:
-        return pixels_of(source_of(0, "image", str(Path(file).absolute()), None))
+        return read_pixels(parse_source(0, "image", str(Path(file).absolute()), None))
     except InputError:  # its words are of a row of data
         raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 

@@ -228,8 +228,8 @@ def _row_to_draw(trainer: "RunTrainer", prepared: "Prepared", capacity: int) -> 
 
 
 def _images_to_draw(row: Mapping[str, Any], prepared: "Prepared") -> "list[ImageSeen]":
-    from unsloth_pack.images.prepared import source_of_stored
-    from unsloth_pack.images.reading import UnreadableImage, pixels_of
+    from unsloth_pack.images.prepared import source_from_record
+    from unsloth_pack.images.reading import UnreadableImage, read_pixels
     from unsloth_pack.report.html import placed
     from unsloth_pack.training.image_rows import COLUMN
 
@@ -238,7 +238,7 @@ def _images_to_draw(row: Mapping[str, Any], prepared: "Prepared") -> "list[Image
     pixels = []
     for image in row[COLUMN]:
         try:
-            picture = pixels_of(source_of_stored(image, prepared.images.folder))
+            picture = read_pixels(source_from_record(image, prepared.images.folder))
             picture.thumbnail(_THUMBNAIL)
             pixels.append(np.asarray(picture))
         except UnreadableImage:  # it was left out of the training too

@@ -201,7 +201,7 @@ class GraphMemory:
         """Note that the backward pass overwrites the activations; RuntimeError if they are gone already."""
         if self._awaited is None or self._awaited() is not token:
             remedy = "add up the losses before it, or run a forward pass for each"
-            raise RuntimeError(f"a step captured in CUDA graphs has one backward pass; {remedy}")
+            raise RuntimeError(f"a step captured in CUDA graphs runs its backward pass once; {remedy}")
         self._awaited = None
 
 

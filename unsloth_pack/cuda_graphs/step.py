@@ -177,7 +177,7 @@ class StepGraphs:
         if len(row.blocks) and not self.windows:
             return "the tokens of images see each other in both directions, which is computed on the host"
         if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
-            return "neither a weight of the decoder nor its inputs are trained"
+            return "no weight of the decoder is trained, nor its inputs"
         return None
 
     @contextmanager
@@ -197,7 +197,11 @@ class StepGraphs:
         return self._state
 
     def _form_for(
-        self, decoder: CapturableDecoder, row: PackedRow, router_logits: bool, embedded: EmbeddedForm | None
+        self,
+        decoder: CapturableDecoder,
+        row: PackedRow,
+        router_logits: bool,
+        embedded: EmbeddedForm | None = None,
     ) -> ShapeBucket | None:
         """Capture the row's own form, or return one that fits: padding costs less than launches."""
         form = ShapeBucket.of(row, router_logits, embedded)

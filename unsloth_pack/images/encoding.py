@@ -1,4 +1,4 @@
-"""Conversations with images as token ids and labels, in the lengths that they will have in a row."""
+"""Encode conversations with images as token ids and labels, in the lengths that they will have in a row."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, TEMPLATE_REFUSALS, Encoder
 from unsloth_pack.data.rows import ROLES, fail
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.images.reading import ImageSource, UnreadableImage, size_of, stat_of
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size, stat_file
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
 from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
 
-# Conversations whose images are written before ids are made of their text, since both may merge.
-
 
 class WritingEncoder(Encoder):
-    """Changes what a chat template has written before ids are made of it.
+    """Insert images into the rendered text before it is tokenised, since their tokens may merge with it.
 
     Args:
-        write: the text with images, of one without. It changes no text in front of a change by what follows.
-        others: as `Encoder` takes them.
+        write: returns the text with images. A change depends only on the text before it.
+        others: as for `Encoder`.
     """
 
     def __init__(self, *args: Any, write: Callable[[str], str], **others: Any):
@@ -39,68 +37,65 @@ class WritingEncoder(Encoder):
 
         tokenizer: Any = self.tokenizer
         template = tokenizer.get_chat_template(self.chat_template, tools=options.get("tools"))
-        given: dict[str, Any] = {**tokenizer.special_tokens_map, **options}
+        variables: dict[str, Any] = {**tokenizer.special_tokens_map, **options}
         rendered: Any = render_jinja_template(
-            conversations, chat_template=template, return_assistant_tokens_mask=marked, **given
+            conversations, chat_template=template, return_assistant_tokens_mask=marked, **variables
         )
         texts, answers = rendered
-        made = tokenizer([*map(self._write, texts)], add_special_tokens=False, verbose=False)
-        ids = made["input_ids"]
+        encoding = tokenizer([*map(self._write, texts)], add_special_tokens=False, verbose=False)
+        ids = encoding["input_ids"]
         if not marked:
             return {"input_ids": ids}
-        masks = [
-            self._marks(made, number, text, spans)
-            for number, (text, spans) in enumerate(zip(texts, answers, strict=True))
-        ]
+        rows = enumerate(zip(texts, answers, strict=True))
+        masks = [self._mark_answers(encoding, number, text, spans) for number, (text, spans) in rows]
         return {"input_ids": ids, "assistant_masks": masks}
 
-    def _marks(self, made: Any, number: int, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """1 on the tokens of the answers in a text, as transformers marks them."""
-        marks = [0] * len(made["input_ids"][number])
+    def _mark_answers(
+        self, encoding: Any, number: int, text: str, spans: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Return 1 on the tokens of the answers in a text, as transformers does."""
+        marks = [0] * len(encoding["input_ids"][number])
         for begin, end in spans:
-            first = made.char_to_token(number, len(self._write(text[:begin])))
-            last = made.char_to_token(number, len(self._write(text[:end])) - 1)
+            first = encoding.char_to_token(number, len(self._write(text[:begin])))
+            last = encoding.char_to_token(number, len(self._write(text[:end])) - 1)
             if first is not None and last is not None:
                 marks[first : last + 1] = [1] * (last + 1 - first)
         return marks
 
 
-# How the chat template of a model with images reads the turns of a conversation.
-
 _ASKED, _ANSWERED = "a question 7", "an answer 7"
 
 
-def takes_texts(tokenizer: Any) -> bool:
-    """Whether a chat template shows a turn whose content is one text.
+def renders_strings(tokenizer: Any) -> bool:
+    """True if a chat template renders a turn whose content is a string.
 
-    Those of Idefics, SmolVLM and LLaVA show lists of parts alone. They render such a turn without its text,
-    and raise nothing.
+    Those of Idefics, SmolVLM and LLaVA render only lists of parts, and silently drop a string.
     """
     texts = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
     parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
-    return _shows(tokenizer, texts) or not _shows(tokenizer, parts)
+    return _renders(tokenizer, texts) or not _renders(tokenizer, parts)
 
 
-def _shows(tokenizer: Any, turns: list[dict[str, Any]]) -> bool:
+def _renders(tokenizer: Any, turns: list[dict[str, Any]]) -> bool:
     from jinja2 import TemplateError
 
     try:
-        shown = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
     except (TemplateError, *TEMPLATE_REFUSALS):
         return False
-    return _ASKED in shown and _ANSWERED in shown
+    return _ASKED in text and _ANSWERED in text
 
 
 Overlong = Literal["error", "truncate", "drop", "shrink"]
 _NO_LIMIT = 2**31 - 1
 _TOO_LONG_TEXT = "a document that is too long with the smallest images"
 
-# Labels `[n]` of ids `[n]`, of which those that are -100 already stay so
+# Maps ids and labels `[n]` to labels `[n]`; labels of -100 stay -100
 Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class OverlongDocument(InputError):
-    """A document that cannot be cut to its longest length, since the cut would go through an image."""
+    """A document that cannot be cut to `max_length`: the cut would split an image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +103,11 @@ class PlacedImage:
     """An image of a document.
 
     Args:
-        tokens: that stand in the place of its placeholder.
-        height, width: of the image as it is seen, in pixels.
-        most_pixels: to which it is shrunk; None for the processor's own limit.
-        cut: which of these the tower makes.
-        of_document: how many images its document has.
+        tokens: in the place of its placeholder.
+        height, width: in pixels, with EXIF orientation applied.
+        most_pixels: the limit that it is shrunk to; None for the processor's.
+        cut: the tower's share of the tokens.
+        of_document: number of images in its document.
     """
 
     source: ImageSource
@@ -130,10 +125,10 @@ class VisionDocument:
 
     Args:
         index: of its row.
-        ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
+        ids, labels: `[n]` int32, with a placeholder for each token of an image, and marks among them.
         images: in their order; none is decoded yet.
-        read: tokens before it was cut; `ids` may be empty, where nothing could be left of it.
-        saved: tokens that its images have lost, as they were made smaller to fit.
+        read: tokens before the cut; `ids` is empty for a refused document.
+        saved: tokens that shrinking its images has saved.
     """
 
     index: int
@@ -145,22 +140,21 @@ class VisionDocument:
 
     @property
     def is_learnable(self) -> bool:
-        """Whether a token of it counts in the loss."""
+        """True if a token counts in the loss."""
         return bool((self.labels[1:] != IGNORE_INDEX).any())
 
 
 @dataclass
 class VisionCounts:
-    """What became of the rows, in this process.
+    """Counts of the rows in this process.
 
     Args:
-        documents, tokens: that were made.
-        images, vision_tokens: in these.
-        truncated: documents cut behind their last image.
-        shrunk: documents whose images were made smaller to fit.
+        documents, tokens, images, vision_tokens: encoded.
+        truncated: documents cut after their last image.
+        shrunk: documents whose images were shrunk to fit.
         dropped: documents that did not fit.
-        broken: rows left out since an image cannot be read.
-        unlearnable: rows left out since no token in them would count in the loss.
+        broken: rows with an unreadable image.
+        unlearnable: rows without a token in the loss.
     """
 
     documents: int = 0
@@ -178,20 +172,19 @@ class VisionCounts:
 
 
 class VisionEncoder:
-    """Makes documents of rows.
+    """Encode rows as documents.
 
     Args:
         tokenizer: with a chat template that writes one placeholder for an image.
-        make_images: knows how many tokens an image takes; see `make_image_family`.
-        max_length: tokens of the longest document, images expanded; None for no limit.
-        overlong: of a longer one: "error" refuses it, "truncate" cuts it behind its last image and refuses
-            it where that is not enough, "drop" leaves it out, and "shrink" makes its images smaller.
-        image_folder: where relative paths begin.
+        make_images: counts the tokens of images; see `make_image_family`.
+        max_length: tokens of the longest document, with images; None for no limit.
+        overlong: for a longer document: "error" refuses it, "truncate" cuts it after its last image, or
+            refuses it if that is not enough, "drop" drops it, and "shrink" shrinks its images.
+        image_folder: the root of relative paths.
         responses_only: only assistant turns count in the loss, as the chat template marks them.
-        relabel: makes other labels of the ids, as for answers behind a marker.
-        skip_broken: leave out rows with an image that cannot be read.
-        skip_overlong: of a document that would be refused for its length nothing is left. It is made without
-            any token, so that its loss can be counted.
+        relabel: replaces labels, for example to learn answers after a marker.
+        skip_broken: skip rows with an unreadable image.
+        skip_overlong: return a document without tokens in place of a refused one, so that it can be counted.
 
     Raises:
         InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
@@ -215,10 +208,8 @@ class VisionEncoder:
         if overlong not in get_args(Overlong):
             raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
         if overlong == "shrink" and not make_images.shrinks:
-            raise InputError(
-                "overlong is 'shrink', and the model's processor has no size to shrink images by; choose one "
-                "of error, truncate, drop"
-            )
+            problem = "overlong is 'shrink', and the model's processor has no size to shrink images by"
+            raise InputError(f"{problem}; choose one of error, truncate, drop")
         if max_length is not None:
             require_whole("max_seq_length", max_length, 1)
         if image_folder is not None and not Path(image_folder).is_dir():
@@ -235,31 +226,31 @@ class VisionEncoder:
         if relabel is not None:
             self._learned = {"assistant": True}
         self._tokenizer, self._responses_only = tokenizer, responses_only
-        self._takes_texts = takes_texts(tokenizer)
+        self._renders_strings = renders_strings(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
     def __call__(self, rows: Sequence[Any]) -> list[VisionDocument]:
-        """The documents of some rows, but for those that are left out and counted.
+        """Encode some rows; skipped ones are counted.
 
         Raises:
-            InputError: names the row, by its place among these, the column, the value and a remedy.
+            InputError: names the row's index among these, the column, the value and a remedy.
         """
-        found = []
+        documents = []
         for document in self.each(rows):
             if document is not None and document.is_learnable:
                 self._count(document)
-                found.append(document)
+                documents.append(document)
             elif document is not None:
                 self.counts.unlearnable += 1
-        return found
+        return documents
 
     def each(
         self, rows: Iterable[Any], numbers: Iterable[int] | None = None
     ) -> Iterator[VisionDocument | None]:
-        """The document of every row, also of those in which no token counts; None for a row left out.
+        """Encode every row, even without a token in the loss; None for a skipped row.
 
         Args:
-            numbers: of the rows, by which errors name them; None to count from 0.
+            numbers: of the rows, for errors; None to count from 0.
 
         Raises:
             InputError: names the row, the column, the value and a remedy.
@@ -267,7 +258,7 @@ class VisionEncoder:
         return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
 
     def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
-        """Path, size and time of every file of an image of a row.
+        """List path, size and time of the row's image files.
 
         Raises:
             InputError: names the row, the column, the value and a remedy.
@@ -276,7 +267,7 @@ class VisionEncoder:
             (str(source.content), about.st_size, about.st_mtime_ns)
             for source in self._row(index, row).images
             if isinstance(source.content, Path)
-            for about in [stat_of(source, source.content)]
+            for about in [stat_file(source, source.content)]
         ]
 
     def _row(self, index: int, row: Any) -> ImageRow:
@@ -284,16 +275,16 @@ class VisionEncoder:
 
     def _document(self, index: int, row: Any) -> VisionDocument | None:
         try:
-            found = self._row(index, row)
-            images = [self._placed(source, len(found.images)) for source in found.images]
+            parsed = self._row(index, row)
+            images = [self._place(source, len(parsed.images)) for source in parsed.images]
         except UnreadableImage:
             if not self._skip_broken:
                 raise
             self.counts.broken += 1
             return None
-        ids, labels = self._encoded(found)
+        ids, labels = self._encode(parsed)
         try:
-            document = self._fitted(found, ids, labels, images)
+            document = self._fit(parsed, ids, labels, images)
         except OverlongDocument:
             if not self._skip_overlong:
                 raise
@@ -304,7 +295,7 @@ class VisionEncoder:
         return document
 
     def forget(self, document: VisionDocument) -> None:
-        """Count a document as left out: an image of it turned out to be broken behind its header."""
+        """Count a document as skipped: one of its images turned out to be broken after its header."""
         self._count(document, -1)
         self.counts.broken += 1
 
@@ -314,58 +305,51 @@ class VisionEncoder:
         self.counts.images += times * len(document.images)
         self.counts.vision_tokens += times * sum(image.tokens for image in document.images)
 
-    def _placed(
+    def _place(
         self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
     ) -> PlacedImage:
-        height, width = size or size_of(source)
+        height, width = size or read_size(source)
         cut = self._make_images.cut(source, (height, width), most, of_document)
-        tokens = self.token_ids.n_written(cut)
+        tokens = self.token_ids.count_tokens(cut)
         return PlacedImage(source, tokens, height, width, most, cut, of_document)
 
-    def _encoded(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels, one placeholder an image."""
-        turns, n_prompt = with_parts(row.turns, everywhere=not self._takes_texts), len(row.prompt)
+    def _encode(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels, with one placeholder for each image."""
+        turns, n_prompt = with_parts(row.turns, everywhere=not self._renders_strings), len(row.prompt)
         columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
         columns = columns if n_prompt else {"messages": turns}
         batch = {name: [value] for name, value in (columns | row.beside).items()}
-        encoded = self._encoder(tuple(columns))(batch, range(row.index, row.index + 1))
+        encoded = self._get_encoder(tuple(columns))(batch, range(row.index, row.index + 1))
         self._check(row, encoded.ids)
-        labels = encoded.labels
-        if self._relabel is not None:
-            labels = self._relabel(encoded.ids, labels)
+        labels = encoded.labels if self._relabel is None else self._relabel(encoded.ids, encoded.labels)
         return encoded.ids, labels
 
-    def _encoder(self, columns: tuple[str, ...]) -> Encoder:
+    def _get_encoder(self, columns: tuple[str, ...]) -> Encoder:
         if columns not in self._encoders:
-            options: dict[str, Any] = dict(
-                max_length=_NO_LIMIT, responses_only=self._responses_only, chat_template=None
-            )
-            self._encoders[columns] = (
-                WritingEncoder(
-                    self._tokenizer, columns, True, write=self._tokens.with_placeholders, **options
-                )
-                if self._tokens.in_template
-                else Encoder(self._tokenizer, columns, True, **options)
-            )
+            options: dict[str, Any] = {"max_length": _NO_LIMIT, "responses_only": self._responses_only}
+            kind: Any = Encoder
+            if self._tokens.in_template:
+                kind, options["write"] = WritingEncoder, self._tokens.with_placeholders
+            self._encoders[columns] = kind(self._tokenizer, columns, True, chat_template=None, **options)
         return self._encoders[columns]
 
     def _check(self, row: ImageRow, ids: np.ndarray) -> None:
-        """Refuse ids in which the chat template wrote the images otherwise than the row has them."""
-        wanted = len(row.images)
+        """Refuse ids whose image tokens do not match the row's images."""
+        n_images = len(row.images)
         placeholders, around, reserved = self.token_ids.counts(ids)
-        if {placeholders, *around} != {wanted} or reserved:
-            problem = f"{wanted} images, and the chat template writes {placeholders} placeholders"
-            if placeholders == wanted:
-                problem = f"{wanted} images, and {around[0]} starts and {around[-1]} ends of images"
-            if {placeholders, *around} == {wanted}:
+        if {placeholders, *around} != {n_images} or reserved:
+            problem = f"{n_images} images, and the chat template writes {placeholders} placeholders"
+            if placeholders == n_images:
+                problem = f"{n_images} images, and {around[0]} starts and {around[-1]} ends of images"
+            if {placeholders, *around} == {n_images}:
                 problem = f"{reserved} tokens that stand for a video or within an image"
             remedy = "use the model's own chat template, and no tokens of images in texts or tools"
             fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
 
-    def _fitted(
+    def _fit(
         self, row: ImageRow, ids: np.ndarray, labels: np.ndarray, images: list[PlacedImage]
     ) -> VisionDocument | None:
-        """The document in at most `max_length` tokens; None where it is dropped."""
+        """Fit the document into `max_length` tokens; None if it is dropped."""
         text = len(ids) - len(images)
         length = text + sum(image.tokens for image in images)
         limit, saved = self._max_length or length, 0
@@ -375,11 +359,11 @@ class VisionEncoder:
             if self._overlong == "error":
                 self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
             if self._overlong == "shrink":
-                images = self._shrunk(row, images, limit - text, length)
+                images = self._shrink(row, images, limit - text, length)
                 saved = length - text - sum(image.tokens for image in images)
                 self.counts.shrunk += 1
-        written = [self.token_ids.written(image.cut) for image in images]
-        ids, places, is_vision = self.token_ids.expanded(ids, written)
+        image_ids = [self.token_ids.encode(image.cut) for image in images]
+        ids, places, is_vision = self.token_ids.expand(ids, image_ids)
         labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
         read = len(ids)
         if read > limit:
@@ -391,40 +375,40 @@ class VisionEncoder:
             self.counts.truncated += 1
         return VisionDocument(row.index, ids, labels, images, read, saved)
 
-    def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
-        """The images with as many pixels as let all of them fit into `room` tokens, or the smallest."""
+    def _shrink(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
+        """Shrink the images to the largest limit of tokens that fits all of them into `room`."""
         make = self._make_images
         top = -(-make.most_pixels // make.pixels_of_tokens(1))  # tokens of the largest image
         least = -(-make.pixel_limits[0] // make.pixels_of_tokens(1)) if make.pixel_limits else 1
 
-        def smaller(image: PlacedImage, most_tokens: int) -> PlacedImage:
+        def shrink(image: PlacedImage, most_tokens: int) -> PlacedImage:
             most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
             size = (image.height, image.width)
-            small = self._placed(image.source, image.of_document, most, size)
+            small = self._place(image.source, image.of_document, most, size)
             return small if small.tokens < image.tokens else image
 
-        def lowest(image: PlacedImage) -> int:
-            """The smallest limit that leaves `least` tokens: rounding leaves fewer than a limit says."""
-            wanted, limits = min(least, image.cut.tokens), range(1, top)
-            return 1 + bisect_left(limits, wanted, key=lambda limit: smaller(image, limit).cut.tokens)
+        def find_bottom(image: PlacedImage) -> int:
+            """Return the smallest limit that leaves `least` tokens: rounding leaves fewer than the limit."""
+            target, limits = min(least, image.cut.tokens), range(1, top)
+            return 1 + bisect_left(limits, target, key=lambda limit: shrink(image, limit).cut.tokens)
 
-        bottoms = [lowest(image) if least > 1 else 1 for image in images]
+        bottoms = [find_bottom(image) if least > 1 else 1 for image in images]
 
-        def limited(most_tokens: int) -> list[PlacedImage]:
+        def limit_all(most_tokens: int) -> list[PlacedImage]:
             pairs = zip(images, bottoms, strict=True)
-            return [smaller(image, max(most_tokens, bottom)) for image, bottom in pairs]
+            return [shrink(image, max(most_tokens, bottom)) for image, bottom in pairs]
 
         low, high = 0, top if images else 0
-        while low < high:  # the most tokens an image may have
+        while low < high:  # bisect the limit of tokens an image
             middle = (low + high + 1) // 2
-            if sum(image.tokens for image in limited(middle)) <= room:
+            if sum(image.tokens for image in limit_all(middle)) <= room:
                 low = middle
             else:
                 high = middle - 1
         if not low and not self._skip_overlong:
             remedy = f"raise max_seq_length, {'lower min_pixels, ' if least > 1 else ''}or remove the row"
             self._refuse(row, length, remedy, _TOO_LONG_TEXT)
-        return limited(max(low, 1))
+        return limit_all(max(low, 1))
 
     def _refuse(
         self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"

@@ -1,4 +1,4 @@
-"""Which class prepares the images of a model type."""
+"""Choose the class that prepares the images of a model type."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from unsloth_pack.images.gemma3 import Gemma3Images
 from unsloth_pack.images.pixtral import PixtralImages
 from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.tiled import AnyresImages, CanvasImages, SplitImages
-from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.images.tokens import get_image_tokens
 
 _MAKERS: dict[str, type[ImageFamily[Any]]] = {
     "qwen2_vl": QwenVLImages,
@@ -24,17 +24,13 @@ _MAKERS: dict[str, type[ImageFamily[Any]]] = {
 
 
 def image_family_class(config: Any) -> type[ImageFamily[Any]]:
-    """The class that prepares images for a model.
-
-    Raises:
-        InputError: the model takes no images, or they are not prepared here.
-    """
-    image_tokens_of(config)
+    """Return the class that prepares images for a model; InputError if it takes none or is not supported."""
+    get_image_tokens(config)
     return _MAKERS[config.model_type]
 
 
 def make_image_family(config: Any, image_processor: Any) -> ImageFamily[Any]:
-    """What prepares images for a model by its image processor.
+    """Create the image family of a model from its image processor.
 
     Raises:
         InputError: see `image_family_class`; the image processor is of another family, or has other sizes.

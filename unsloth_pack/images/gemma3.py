@@ -1,4 +1,4 @@
-"""Images of one size, as the processor of Gemma 3 makes them."""
+"""Gemma 3: images of one size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unsloth_pack.images.tokens import Cut
 
 
 class Gemma3Images(TiledImages):
-    """Gemma 3: every image becomes one square, and as many tokens."""
+    """Gemma 3: every image becomes one square, with the same number of tokens."""
 
     needed = ("do_pan_and_scan", "do_resize", "size")
     own_limit = ""
@@ -32,15 +32,11 @@ class Gemma3Images(TiledImages):
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         if self._processor.do_pan_and_scan:
-            raise InputError(
-                "the image processor's do_pan_and_scan is true, which cuts further images out of one, and "
-                "they are not prepared here; set it to false"
-            )
+            problem = "the image processor's do_pan_and_scan is true, which cuts further images out of one"
+            raise InputError(f"{problem}, and they are not prepared here; set it to false")
         if not self._processor.do_resize:
-            raise InputError(
-                "the image processor's do_resize is false, and the model takes images of one size; set it to "
-                "true"
-            )
+            problem = "the image processor's do_resize is false, and the model takes images of one size"
+            raise InputError(f"{problem}; set it to true")
         return [size_of_tiles(self._processor, self._vision)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A packed row of documents with images, as a model takes it: tokens, where images stand, and pixels."""
+"""A packed row of documents with images: tokens, places of images, and pixels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RowWithImages:
     """Documents that share a row, T tokens long.
 
     Args:
-        row: its boundaries, which tokens stand for images, and positions on three axes where a model has any.
+        row: its boundaries, image tokens, and positions on three axes if the model has them.
         ids, labels: `[1, T]` int64; the first label of every document is -100.
-        position_ids: `[1, T]`, or `[4, 1, T]` where the last three are positions in time, height and width.
+        position_ids: `[1, T]`, or `[4, 1, T]`, the last three for time, height and width.
         arguments: of a call, for its images; `pixel_values` are uint8.
     """
 
@@ -35,7 +35,7 @@ class RowWithImages:
     arguments: dict[str, Any]
 
     @classmethod
-    def of(
+    def pack(
         cls,
         ids: Sequence[np.ndarray],
         labels: Sequence[np.ndarray],
@@ -43,21 +43,21 @@ class RowWithImages:
         placeholder: int,
         make: ImageFamily[Any],
     ) -> RowWithImages:
-        """The row of some documents.
+        """Pack documents into a row.
 
         Args:
             ids, labels: of every document.
             images: of every document, in the order of their tokens.
-            placeholder: the token that stands for images.
-            make: what has made the images.
+            placeholder: the id of the image token.
+            make: the family of the images.
 
         Raises:
-            InputError: the row has other images than its tokens stand for.
+            InputError: the images do not match the image tokens.
         """
         row = PackedRow.of_lengths(tuple(map(len, ids)), torch.device("cpu"))
         all_ids, all_labels = np.concatenate(ids), np.concatenate(labels)
         all_labels[row.starts] = IGNORE_INDEX
-        every = [image for of_document in images for image in of_document]
+        every = [image for document in images for image in document]
         positions, grids = row.positions[None], make.grids(every)
         if grids is not None:
             found = RowImages.locate(all_ids == placeholder, grids.prod(axis=1), row)
@@ -73,14 +73,13 @@ class RowWithImages:
 
     @property
     def along_text(self) -> Tensor:
-        """`[1, T]`: the positions for a model that takes `row`, which has those on three axes."""
+        """The positions `[1, T]` for a model that takes `row`, which has the three axes."""
         return torch.from_numpy(self.row.positions)[None]
 
     def on_host(self, described: Sequence[str]) -> dict[str, Any]:
-        """The arguments with those in `described` as lists, which a trainer sends to no device."""
-        return {
-            name: value.tolist() if name in described else value for name, value in self.arguments.items()
-        }
+        """Return the arguments; those in `described` as lists, which a trainer leaves on the host."""
+        arguments = self.arguments.items()
+        return {name: value.tolist() if name in described else value for name, value in arguments}
 
 
 def _row(values: np.ndarray) -> Tensor:

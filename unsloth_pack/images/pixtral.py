@@ -1,4 +1,4 @@
-"""Images whole and in sizes of their own, as the processor of Mistral 3 makes them."""
+"""Mistral 3: whole images in sizes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unsloth_pack.images.tokens import Cut
 
 
 class PixtralImages(TiledImages):
-    """Mistral 3: an image keeps its shape, and stands line by line."""
+    """Mistral 3: an image keeps its shape; its tokens come line by line."""
 
     needed = ("patch_size", "size", "do_resize")
     described = ("image_sizes",)
@@ -53,10 +53,8 @@ class PixtralImages(TiledImages):
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         most = side_of(self._vision.image_size)
         if self._longest > most:
-            raise InputError(
-                f"the image processor's size['longest_edge'] is {self._longest}, the model's tower sees "
-                f"{most} pixels; set it to {most} at most"
-            )
+            problem = f"the image processor's size['longest_edge'] is {self._longest}"
+            raise InputError(f"{problem}, the model's tower sees {most} pixels; set it to {most} at most")
         return []
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
@@ -89,5 +87,5 @@ class PixtralImages(TiledImages):
 
     @property
     def _token(self) -> int:
-        """Pixels a side that one token stands for."""
+        """Pixels a side of one token."""
         return side_of(self._vision.patch_size) * self._config.spatial_merge_size

@@ -1,6 +1,6 @@
-"""A processor of images and text without torchvision: a model's image processor beside its tokenizer.
+"""A processor of images and text without torchvision: a model's image processor and tokenizer.
 
-transformers' own processors of the Qwen-VL family also hold a video processor, which needs torchvision.
+transformers' processors of the Qwen-VL family also have a video processor, which needs torchvision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unsloth_pack.images.families import image_family_class, make_image_family
 from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.reading import require_pillow
-from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, get_image_tokens
 from unsloth_pack.models.spec import MODALITIES
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
@@ -29,11 +29,11 @@ _WITH_MODALITIES = f"return_{MODALITIES}"
 
 
 class VisionProcessor(ProcessorMixin):
-    """Images and text as a model takes them: transformers' processor, but for videos.
+    """transformers' processor of images and text, without videos.
 
     `processor(images=..., text=..., return_tensors="pt")`, `apply_chat_template`, `decode` and
-    `save_pretrained` are those of transformers. What is saved names the model's own processor class, so that
-    transformers and servers load it.
+    `save_pretrained` work as in transformers. Saved files name the model's own processor class, so that
+    transformers and servers load them.
     """
 
     text_kwargs = {"return_token_type_ids": False}  # noqa: RUF012
@@ -51,7 +51,7 @@ class VisionProcessor(ProcessorMixin):
         Args:
             tokens: the family's.
             of_videos: the configuration of its video processor, to be saved.
-            config: of the model, which all families but Qwen-VL need.
+            config: of the model; optional for Qwen-VL.
         """
         self._maker: ImageFamily[Any] | None = None
         if tokens is not None:
@@ -61,41 +61,40 @@ class VisionProcessor(ProcessorMixin):
             self.image_token_ids: Any = tokenizer.convert_tokens_to_ids(marks)
             options: Any = {**VisionProcessor.text_kwargs, **dict(tokens.text_options)}
             self.text_kwargs = options
-            self._maker = (
-                make_image_family(config, image_processor) if config else QwenVLImages(image_processor)
-            )
+            family = make_image_family(config, image_processor) if config else QwenVLImages(image_processor)
+            self._maker = family
         self._tokens, self._of_videos = tokens, of_videos or {}
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """The inputs as transformers lays them out, a flat list of images cut into one list for each text."""
+        """Lay out inputs as transformers does, with a flat list of images cut into one list for each text."""
         images, text, *others = super().prepare_inputs_layout(images, text, videos, audio, **kwargs)
         if images is not None and self._tokens is not None and self._tokens.by_text:
             images = make_nested_list_of_images(images)
             texts = [text] if isinstance(text, str) else text or []
             if len(images) == 1 and len(texts) > 1:
-                ends = [*accumulate(one.count(self.image_token) for one in texts)]
+                ends = [*accumulate(string.count(self.image_token) for string in texts)]
                 images = [images[0][begin:end] for begin, end in pairwise([0, *ends])]
         return images, text, *others
 
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
-        """Ids of the text, and pixels of the images in the place of its image tokens."""
+        """Return ids of the text with image tokens, and pixels of the images."""
         own = {} if self._maker is None else self._maker.options
         options = {name: value for name, value in own.items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
-        # An argument in every version, and by default only where the model takes what it makes
+        # Every version has this argument; the default is True only if the model takes its output
         if _WITH_MODALITIES not in kwargs.get("text_kwargs", {}):
             kwargs.setdefault(_WITH_MODALITIES, self._token_types is not None)
-        made = super().__call__(images=images, text=text, **kwargs)
-        if MODALITIES in made:
-            made[self._token_types or MODALITIES] = made.pop(MODALITIES)
-        return made
+        batch = super().__call__(images=images, text=text, **kwargs)
+        if MODALITIES in batch:
+            batch[self._token_types or MODALITIES] = batch.pop(MODALITIES)
+        return batch
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
-        """What stands in the place of an image's token."""
+        """Return the text for an image's token."""
         assert self._maker is not None
         assert self._tokens is not None
         cut = self._maker.cut_made(image_inputs, image_idx)
@@ -118,7 +117,7 @@ class VisionProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        """What a model takes of the output."""
+        """The names of a model's inputs in the output."""
         return [*super().model_input_names, *([self._token_types] if self._token_types else [])]
 
     @property
@@ -127,22 +126,19 @@ class VisionProcessor(ProcessorMixin):
 
     @property
     def unused_input_names(self) -> list[str]:
-        """What the image processor says besides, which no model takes."""
+        """Further outputs of the image processor, which no model takes."""
         return ["rows", "cols", "num_patches", "num_crops"]
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved of the processor itself."""
+        """Return the processor's own configuration, to be saved."""
         parts = super().to_dict()
         return {name: value for name, value in parts.items() if name not in ("tokens", "of_videos", "config")}
 
 
-def processor_folder(model_name: str) -> str:
-    """Where the processor of a model lies: beside an adapter that was saved with one, else in its base model.
+def find_processor_folder(model_name: str) -> str:
+    """Find the processor of a model: beside an adapter that was saved with one, else in its base model.
 
-    An adapter's own holds the limits of pixels that it was trained with.
-
-    Raises:
-        InputError: as `resolve`.
+    An adapter's own has the limits of pixels of its training. Raises InputError like `resolve`.
     """
     source, adapter = resolve(model_name)
     has_own = adapter is not None and any(Path(adapter, name).is_file() for name in _OF_IMAGES)
@@ -157,15 +153,15 @@ def load_image_processor(
     min_pixels: int | None = None,
     **hub: Any,
 ) -> Any:
-    """A model's image processor, with PIL where torchvision is missing.
+    """Load a model's image processor, with PIL if torchvision is missing.
 
     Args:
         config: of the model; None for one of the Qwen-VL family.
-        max_pixels, min_pixels: pixels to which larger and smaller images are resized; None for the model's.
+        max_pixels, min_pixels: limits to which images are resized; None for the model's.
 
     Raises:
-        InputError: it cannot be loaded, is of a family that is not prepared here, or the limits are wrong or
-            not those of the family.
+        InputError: it cannot be loaded, its family is not supported, or the limits are wrong or not
+            supported.
     """
     require_pillow()
     make = QwenVLImages if config is None else image_family_class(config)
@@ -185,11 +181,7 @@ def load_image_processor(
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:
-    """The image processor with other limits.
-
-    Raises:
-        InputError: an image of the smallest size would be above the largest, or below one token.
-    """
+    """Set other limits of an image processor; InputError if they contradict, or are below one token."""
     size = image_processor.size
     least = size["shortest_edge"] if min_pixels is None else min_pixels
     most = size["longest_edge"] if max_pixels is None else max_pixels
@@ -197,25 +189,21 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
         least = min(least, most)
     a_token = (image_processor.patch_size * image_processor.merge_size) ** 2
     if least > most:
-        raise InputError(
-            f"min_pixels is {least} and max_pixels is {most}; give a range",
-            about=("min_pixels", "max_pixels"),
-        )
+        problem = f"min_pixels is {least} and max_pixels is {most}; give a range"
+        raise InputError(problem, about=("min_pixels", "max_pixels"))
     if most < a_token:
-        raise InputError(
-            f"max_pixels is {most}, and one token is {a_token} pixels; raise it", about="max_pixels"
-        )
+        problem = f"max_pixels is {most}, and one token is {a_token} pixels; raise it"
+        raise InputError(problem, about="max_pixels")
     image_processor.size = {"shortest_edge": least, "longest_edge": most}
     return image_processor
 
 
-def processor_of(
+def build_processor(
     source: str, image_processor: Any, tokenizer: Any, tokens: ImageTokens, config: Any = None, **hub: Any
 ) -> VisionProcessor:
-    """The processor of a model from its parts.
+    """Build the processor of a model from its parts.
 
-    A chat template that lies beside the tokenizer as the processor's becomes that of the tokenizer, whose own
-    may be that of a model of text.
+    A processor's chat template beside the tokenizer replaces the tokenizer's, which may be for text only.
     """
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)
@@ -230,16 +218,15 @@ def _saved_template(source: str, files: dict[str, Any]) -> str | None:
     try:
         return ProcessorMixin.get_processor_dict(source, **files)[0].get("chat_template")
     except (OSError, ValueError, LookupError) as error:
-        raise InputError(
-            f"cannot load {source}: its processor cannot be read ({error}); correct its files"
-        ) from None
+        problem = f"cannot load {source}: its processor cannot be read ({error})"
+        raise InputError(f"{problem}; correct its files") from None
 
 
-def saved_beside(model: Any, source: str, tokenizer: Any) -> Any:
-    """What is saved beside a merged model: its processor, or the tokenizer where it has none.
+def pick_processor(model: Any, source: str, tokenizer: Any) -> Any:
+    """Return the processor to save with a merged model, or the tokenizer if it has none.
 
     Args:
-        source: the folder of the adapter that was merged, see `processor_folder`.
+        source: the folder of the merged adapter, see `find_processor_folder`.
 
     Raises:
         InputError: the adapter was saved with a processor that cannot be loaded.
@@ -247,11 +234,11 @@ def saved_beside(model: Any, source: str, tokenizer: Any) -> Any:
     config = model.config
     if config.model_type not in IMAGE_TOKENS:
         return tokenizer
-    place = processor_folder(source)
+    place = find_processor_folder(source)
     try:
         image_processor = load_image_processor(place, config=config)
-        return processor_of(place, image_processor, tokenizer, image_tokens_of(config), config)
+        return build_processor(place, image_processor, tokenizer, get_image_tokens(config), config)
     except InputError:
         if place == source:
             raise
-        return tokenizer  # it was trained on text, and its base has no processor, or Pillow is missing
+        return tokenizer  # trained on text, and the base has no processor, or Pillow is missing

@@ -1,4 +1,4 @@
-"""The patches of an image as bytes, cut once on the host, and as the numbers that a tower takes: Qwen-VL."""
+"""Qwen-VL: patches of an image, cut once on the host as bytes and normalised on the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The patches of one image in the order in which the tower reads them.
+    """The patches of one image in the tower's order.
 
     Args:
-        values: `[patches, 3 * patch * patch]` uint8, of one frame: of a picture all frames are equal.
+        values: `[patches, 3 * patch * patch]` uint8, of one frame: all frames of a picture are equal.
         grid: frames, rows and columns of patches.
     """
 
@@ -30,14 +30,14 @@ class Patches:
 
 
 class QwenVLImages(ImageFamily[Patches]):
-    """Cuts images into patches as a processor of the Qwen-VL family does, which does the resizing itself."""
+    """Cut images into patches; the image processor resizes them."""
 
     needed = ("patch_size", "merge_size", "temporal_patch_size", "get_number_of_image_patches")
     described = ("image_grid_thw",)
 
     @property
     def merge_size(self) -> int:
-        """Patches a side that one token stands for."""
+        """Patches a side of one token."""
         return self._processor.merge_size
 
     @property
@@ -50,7 +50,7 @@ class QwenVLImages(ImageFamily[Patches]):
 
     @property
     def token_types(self) -> str:
-        return MODALITIES  # by which transformers' models find positions on three axes
+        return MODALITIES  # from which transformers' models compute positions on three axes
 
     def pixels_of_tokens(self, tokens: int) -> int:
         return tokens * (self._processor.patch_size * self.merge_size) ** 2
@@ -63,7 +63,7 @@ class QwenVLImages(ImageFamily[Patches]):
         return {}
 
     def normalised(self, values: Tensor) -> Tensor:
-        """`[patches, 3 * frames * patch * patch]` of `[patches, 3 * patch * patch]`."""
+        """Normalise `[patches, 3 * patch * patch]` to `[patches, 3 * frames * patch * patch]`."""
         pixels = self._scaled(values.reshape(len(values), RGB, 1, -1))
         return pixels.expand(-1, -1, self._frames, -1).reshape(len(values), -1)
 
@@ -74,8 +74,8 @@ class QwenVLImages(ImageFamily[Patches]):
         return Cut(whole=len(image.values) // self.merge_size**2)
 
     def grids(self, images: Sequence[Patches]) -> np.ndarray:
-        of_patches = np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
-        return of_patches // [1, self.merge_size, self.merge_size]
+        patches = np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+        return patches // [1, self.merge_size, self.merge_size]
 
     def arguments(self, images: Sequence[Patches], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
@@ -84,9 +84,9 @@ class QwenVLImages(ImageFamily[Patches]):
         return {"pixel_values": values, "image_grid_thw": torch.tensor([image.grid for image in images])}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
-        names = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
-        names["temporal_patch_size"] = "temporal_patch_size"
         processor, vision = self._processor, self._config.vision_config
+        names = {"merge_size": "spatial_merge_size"}
+        names |= {name: name for name in ("patch_size", "temporal_patch_size")}
         return [
             (ours, getattr(processor, ours), theirs, getattr(vision, theirs))
             for ours, theirs in names.items()

@@ -1,4 +1,7 @@
-"""Images read: their size from the header alone, and their pixels as 8-bit RGB, the right way up."""
+"""Read images: their size from the header, and their pixels as 8-bit RGB with EXIF orientation applied.
+
+A row names an image as bytes, a path, a data URI, or an image of Pillow.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,25 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from unsloth_pack.data.rows import KEYS_OF_AN_IMAGE, fail
 from unsloth_pack.errors import InputError, first_line
 
-# Where the bytes of one image come from, as a row names it: bytes, a path, a data URI, or a Pillow image.
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Result = TypeVar("Result")
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: `C:` is a drive
-OF_PARTS = (*KEYS_OF_AN_IMAGE, "image_url")  # one of which holds the image, in a part of a message
-_NAMED_BYTES = ["bytes", "path"]  # of `datasets.Image`: the path is a name alone
+PART_KEYS = (*KEYS_OF_AN_IMAGE, "image_url")  # of an image in a part of a message
+_NAMED_BYTES = ["bytes", "path"]  # of `datasets.Image`, where the path is only a name
+# Formats of pixels alone: Pillow would run programs for others, such as Ghostscript for EPS
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_ORIENTATION = 0x0112  # the EXIF tag
+_SIDEWAYS = range(5, 9)  # its values that exchange height and width
+_ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9"}  # of complete files
+_WIDE_MODES = ("I", "F")  # 32 bits a pixel, with an unknown white level
+# Pillow's errors on truncated or broken files
+_UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError),
+    *(ArithmeticError, AttributeError, RecursionError, struct.error),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +51,8 @@ class ImageSource:
     """One image of one row, not read yet.
 
     Args:
-        index, column: of the row, by which errors name it.
-        content: encoded bytes, the path of a file, or an image of Pillow.
+        index, column: of the row, for errors.
+        content: encoded bytes, a file's path, or an image of Pillow.
     """
 
     index: int
@@ -47,21 +61,21 @@ class ImageSource:
 
     @property
     def shown(self) -> str:
-        """The image in an error."""
+        """The image's name in errors."""
         if isinstance(self.content, bytes):
             return f"{len(self.content)} bytes"
         return str(self.content) if isinstance(self.content, Path) else repr(self.content)
 
 
 class UnreadableImage(InputError):
-    """One image that cannot be used: `skip_broken_images` leaves out its row.
+    """An unusable image, whose row `skip_broken_images` skips.
 
-    Every other error means that the data is wrong in itself, such as a path out of the image folder.
+    Every other error means wrong data, such as a path out of the image folder.
     """
 
 
 def refuse_image(index: int, column: str, problem: str, value: Any, remedy: str) -> NoReturn:
-    """Raise the `UnreadableImage` for row `index`, with the value shortened."""
+    """Raise `UnreadableImage` for row `index`, with the value shortened."""
     try:
         fail(index, column, problem, value, f"{remedy}, or remove the row")
     except InputError as error:
@@ -69,44 +83,40 @@ def refuse_image(index: int, column: str, problem: str, value: Any, remedy: str)
 
 
 def refuse_lost(source: ImageSource, error: OSError) -> NoReturn:
-    """Raise the `UnreadableImage` for an image whose file cannot be read."""
+    """Raise `UnreadableImage` for an unreadable file."""
     problem = f"an image that cannot be read ({error.strerror})"
     refuse_image(source.index, source.column, problem, source.shown, "put it back")
 
 
-def stat_of(source: ImageSource, path: Path) -> os.stat_result:
-    """What the file system says of the file of an image.
-
-    Raises:
-        UnreadableImage: it is gone.
-    """
+def stat_file(source: ImageSource, path: Path) -> os.stat_result:
+    """Return the stat of an image's file; UnreadableImage if it is gone."""
     try:
         return path.stat()
     except OSError as error:
         refuse_lost(source, error)
 
 
-def source_of(index: int, column: str, value: Any, folder: Path | None) -> ImageSource:
-    """The image that a value of a row names.
+def parse_source(index: int, column: str, value: Any, folder: Path | None) -> ImageSource:
+    """Parse an image in a row. Nothing is read from the network.
 
     Args:
         value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of
-            `KEYS_OF_AN_IMAGE`, or with bytes and path, as `datasets.Image` gives when it does not decode.
-        folder: where relative paths begin. No path may lead out of it.
+            `KEYS_OF_AN_IMAGE`, or with bytes and path, as from `datasets.Image` without decoding.
+        folder: the root of relative paths. No path may lead out of it.
 
     Raises:
-        InputError: names the row and the column. Nothing is read from the network.
+        InputError: names the row and the column.
     """
     if isinstance(value, Mapping):
-        value = _of_mapping(index, column, value)
+        value = _from_mapping(index, column, value)
     if isinstance(value, bytes | bytearray | memoryview):
         content: Any = bytes(value)
     elif _is_pillow(value):
         content = value
     elif isinstance(value, str) and value.strip():
-        content = _of_text(index, column, value.strip(), folder)
+        content = _from_text(index, column, value.strip(), folder)
     elif isinstance(value, os.PathLike):
-        content = file_of(index, column, os.fspath(value), folder)
+        content = resolve_file(index, column, os.fspath(value), folder)
     else:
         fail(index, column, "no image", value, "give a path, bytes or an image of Pillow, or remove the row")
     if content == b"":
@@ -114,73 +124,68 @@ def source_of(index: int, column: str, value: Any, folder: Path | None) -> Image
     return ImageSource(index, column, content)
 
 
-def _of_mapping(index: int, column: str, value: Mapping[str, Any]) -> Any:
-    keys = [key for key in OF_PARTS if value.get(key) is not None]
+def _from_mapping(index: int, column: str, value: Mapping[str, Any]) -> Any:
+    keys = [key for key in PART_KEYS if value.get(key) is not None]
     if len(keys) > 1 and keys != _NAMED_BYTES:
         fail(index, column, f"an image under {' and '.join(keys)}", dict(value), "keep one of them")
-    given = value[keys[0]] if keys else None
-    if given is None or isinstance(given, Mapping):
-        fail(
-            index,
-            column,
-            "no image",
-            dict(value),
-            f"give one of {', '.join(KEYS_OF_AN_IMAGE)}, or remove the row",
-        )
-    if keys == ["base64"] and isinstance(given, str) and not given.lstrip().lower().startswith("data:"):
-        return _of_base64(index, column, given, "an image under base64 that is not base64")
-    return given
+    image = value[keys[0]] if keys else None
+    if image is None or isinstance(image, Mapping):
+        remedy = f"give one of {', '.join(KEYS_OF_AN_IMAGE)}, or remove the row"
+        fail(index, column, "no image", dict(value), remedy)
+    if keys == ["base64"] and isinstance(image, str) and not image.lstrip().lower().startswith("data:"):
+        return _decode_base64(index, column, image, "an image under base64 that is not base64")
+    return image
 
 
 def _is_pillow(value: Any) -> bool:
-    pillow = sys.modules.get("PIL.Image")  # an image of Pillow cannot be there without it
+    pillow = sys.modules.get("PIL.Image")  # loaded, if there is an image of Pillow
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def _of_text(index: int, column: str, text: str, folder: Path | None) -> bytes | Path:
+def _from_text(index: int, column: str, text: str, folder: Path | None) -> bytes | Path:
     scheme = _SCHEME.match(text)
     match scheme[1].lower() if scheme else "":
         case "data":
-            return _of_data_uri(index, column, text)
+            return _decode_data_uri(index, column, text)
         case "file":
-            return file_of(index, column, _of_file_uri(index, column, text), folder)
+            return resolve_file(index, column, _parse_file_uri(index, column, text), folder)
         case "http" | "https" | "ftp" | "s3" | "gs" | "hf":
             remedy = "download the images first, and give their paths"
             fail(index, column, "an image that lies on the network", text, remedy)
-    return file_of(index, column, text, folder)
+    return resolve_file(index, column, text, folder)
 
 
-def _of_data_uri(index: int, column: str, text: str) -> bytes:
+def _decode_data_uri(index: int, column: str, text: str) -> bytes:
     head, comma, body = text.partition(",")
     if not comma:
         refuse_image(index, column, "a data URI without a comma", text, "write data:image/png;base64,...")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(body)
-    return _of_base64(index, column, unquote(body), "a data URI that is not base64")
+    return _decode_base64(index, column, unquote(body), "a data URI that is not base64")
 
 
-def _of_base64(index: int, column: str, text: str, problem: str) -> bytes:
+def _decode_base64(index: int, column: str, text: str, problem: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         refuse_image(index, column, f"{problem} ({error})", text, "encode the image anew")
 
 
-def _of_file_uri(index: int, column: str, text: str) -> str:
+def _parse_file_uri(index: int, column: str, text: str) -> str:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
         fail(index, column, "a file of another host", text, "write file:///path, or the path alone")
     return unquote(parts.path)
 
 
-def file_of(index: int, column: str, path: str, folder: Path | None) -> Path:
-    """The file that a path leads to, links followed.
+def resolve_file(index: int, column: str, path: str, folder: Path | None) -> Path:
+    """Resolve a path to a file, following links.
 
     Args:
-        folder: where relative paths begin, and out of which none may lead.
+        folder: the root of relative paths; no path may lead out of it.
 
     Raises:
-        UnreadableImage: it is no file, or not there.
+        UnreadableImage: it is no file, or missing.
         InputError: the path leads out of the folder, or is relative without one.
     """
     if folder is None and not os.path.isabs(path):
@@ -188,11 +193,12 @@ def file_of(index: int, column: str, path: str, folder: Path | None) -> Path:
     whole = Path(folder, path) if folder is not None else Path(path)
     try:
         real = Path(os.path.realpath(whole))
-        mode = os.stat(real).st_mode if folder is None or _is_inside(real, folder) else None
+        is_inside = folder is None or real.is_relative_to(os.path.realpath(folder))
+        mode = os.stat(real).st_mode if is_inside else None
     except (OSError, ValueError) as error:  # a null byte is a ValueError
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         remedy = "put it back, correct the path" + ("" if folder is None else " or image_folder")
-        refuse_image(index, column, f"an image that cannot be read ({said})", str(whole), remedy)
+        refuse_image(index, column, f"an image that cannot be read ({reason})", str(whole), remedy)
     if mode is None:
         remedy = f"put the image into image_folder, {folder}"
         fail(index, column, "a path that leads out of the image folder", path, remedy)
@@ -201,34 +207,8 @@ def file_of(index: int, column: str, path: str, folder: Path | None) -> Path:
     return real
 
 
-def _is_inside(real: Path, folder: Path) -> bool:
-    return real.is_relative_to(os.path.realpath(folder))
-
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Result = TypeVar("Result")
-
-# Formats of pixels alone: Pillow would run programs for others, such as Ghostscript for EPS
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-_ORIENTATION = 0x0112  # the EXIF tag
-_SIDEWAYS = range(5, 9)  # its values that exchange height and width
-_ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9"}  # of files that are whole, with nothing behind
-_WIDE_MODES = ("I", "F")  # 32 bits a pixel, whose white is nowhere said
-# What Pillow raises over files that are cut or broken
-_UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError),
-    *(ArithmeticError, AttributeError, RecursionError, struct.error),
-)
-
-
 def require_pillow() -> Any:
-    """The module `PIL.Image`.
-
-    Raises:
-        InputError: Pillow is not installed.
-    """
+    """Return the module `PIL.Image`; InputError without Pillow."""
     try:
         import PIL.Image
     except ImportError:
@@ -236,56 +216,56 @@ def require_pillow() -> Any:
     return PIL.Image
 
 
-def size_of(source: ImageSource) -> tuple[int, int]:
-    """Height and width of an image as it is seen, from its header.
+def read_size(source: ImageSource) -> tuple[int, int]:
+    """Read height and width of an image from its header, with EXIF orientation applied.
 
-    A PNG or JPEG that does not end as such files do is decoded too: it is cut, or has something behind.
+    A PNG or JPEG without its usual end is decoded too: it may be truncated.
 
     Raises:
-        UnreadableImage: it is no image, of a format that is not taken, has too many pixels, or is cut.
+        UnreadableImage: it is no image, of an unsupported format, too large, or truncated.
     """
 
-    def seen(image: Image) -> tuple[int, int]:
-        if _may_be_cut(image):
+    def read(image: Image) -> tuple[int, int]:
+        if _may_be_truncated(image):
             image.load()
         width, height = image.size
-        # Pillow turns TIFF itself, and gives its size as it will be
-        is_sideways = image.format != "TIFF" and _orientation(image) in _SIDEWAYS
+        # Pillow rotates TIFF itself, and reports the rotated size
+        is_sideways = image.format != "TIFF" and _read_orientation(image) in _SIDEWAYS
         return (width, height) if is_sideways else (height, width)
 
-    return _with_image(source, seen)
+    return _open(source, read)
 
 
-def pixels_of(source: ImageSource) -> Image:
-    """An image in RGB, turned as its EXIF tag says: of an animation the first frame, without transparency.
+def read_pixels(source: ImageSource) -> Image:
+    """Decode an image to RGB with EXIF orientation applied; the first frame of an animation.
 
-    Transparency is dropped, as transformers' processors drop it. Sixteen bits become eight.
+    Transparency is dropped, as in transformers' processors. Sixteen bits become eight.
 
     Raises:
-        UnreadableImage: as `size_of`, and where the file is cut or broken.
+        UnreadableImage: as for `read_size`, or the file is truncated or broken.
     """
     from PIL import ImageOps
 
-    def decoded(image: Image) -> Image:
+    def decode(image: Image) -> Image:
         image.load()
-        return _in_rgb(source, ImageOps.exif_transpose(image))
+        return _to_rgb(source, ImageOps.exif_transpose(image))
 
-    return _with_image(source, decoded)
+    return _open(source, decode)
 
 
-def _in_rgb(source: ImageSource, image: Image) -> Image:
+def _to_rgb(source: ImageSource, image: Image) -> Image:
     if image.mode in _WIDE_MODES:
         _refuse(source, f"an image of mode {image.mode}, with 32 bits a pixel", "save it with 8 bits")
     if image.mode.startswith("I;16"):
         import numpy as np
 
-        # Pillow would cut all values above 255
+        # Pillow would clip all values above 255
         eight_bits = (np.asarray(image).astype(np.uint32) + 128) // 257
         return require_pillow().fromarray(eight_bits.astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
 
 
-def _may_be_cut(image: Image) -> bool:
+def _may_be_truncated(image: Image) -> bool:
     end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)
     if end is None or file is None:
         return False
@@ -297,42 +277,38 @@ def _may_be_cut(image: Image) -> bool:
         file.seek(place)
 
 
-def _orientation(image: Image) -> int:
+def _read_orientation(image: Image) -> int:
     file = getattr(image, "fp", None)  # None if the pixels are decoded already
     if image.format == "PNG" and file is not None and "exif" not in image.info and not _has_late_chunks(file):
-        return 1  # `getexif` would decode all pixels to look behind them
+        return 1  # `getexif` would decode all pixels to search after them
     return image.getexif().get(_ORIENTATION, 1)
 
 
 def _has_late_chunks(file: Any) -> bool:
-    """Whether a PNG has an `eXIf` or a text, which may hold EXIF too, behind its pixels."""
-    return any(name in (b"eXIf", b"iTXt", b"zTXt", b"tEXt") for name in _chunks_behind_pixels(file))
-
-
-def _chunks_behind_pixels(file: Any) -> Iterator[bytes]:
-    place = file.tell()
+    """True if a PNG has an `eXIf` or a text, which may hold EXIF too, after its pixels."""
+    place, has_pixels = file.tell(), False
     try:
         file.seek(8)
-        is_behind = False
         while len(head := file.read(8)) == 8:
             length, name = struct.unpack(">I4s", head)
-            is_behind = is_behind or name == b"IDAT"
-            if is_behind:
-                yield name
+            has_pixels = has_pixels or name == b"IDAT"
+            if has_pixels and name in (b"eXIf", b"iTXt", b"zTXt", b"tEXt"):
+                return True
             file.seek(length + 4, io.SEEK_CUR)
+        return False
     finally:
         file.seek(place)
 
 
-def _with_image(source: ImageSource, work: Callable[[Image], Result]) -> Result:
-    """What `work` makes of the opened image."""
+def _open(source: ImageSource, work: Callable[[Image], Result]) -> Result:
+    """Open the image and call `work` with it."""
     pillow = require_pillow()
     content = source.content
     if not isinstance(content, bytes | Path):
         _check_pixels(source, content)
-        return _tried(source, lambda: work(content))
+        return _guard(source, lambda: work(content))
 
-    def opened() -> Result:
+    def run() -> Result:
         file = io.BytesIO(content) if isinstance(content, bytes) else content
         pillow.init()
         formats = [name for name in _FORMATS if name in pillow.OPEN]  # some builds of Pillow lack one
@@ -340,10 +316,11 @@ def _with_image(source: ImageSource, work: Callable[[Image], Result]) -> Result:
             _check_pixels(source, image)
             return work(image)
 
-    return _tried(source, opened)
+    return _guard(source, run)
 
 
-def _tried(source: ImageSource, work: Callable[[], Result]) -> Result:
+def _guard(source: ImageSource, work: Callable[[], Result]) -> Result:
+    """Call `work` and turn its errors into `UnreadableImage`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -361,7 +338,7 @@ def _tried(source: ImageSource, work: Callable[[], Result]) -> Result:
 
 
 def _check_pixels(source: ImageSource, image: Image) -> None:
-    """Refuse a file that would take much memory, before it is decoded."""
+    """Refuse a file that would take too much memory, before it is decoded."""
     most = require_pillow().MAX_IMAGE_PIXELS
     width, height = image.size
     if width < 1 or height < 1:
@@ -381,9 +358,9 @@ def _refuse(source: ImageSource, problem: str, remedy: str) -> NoReturn:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without Pillow's warnings about large or odd files: large ones are refused here.
+    """Suppress Pillow's warnings about large or odd files, in the main thread only.
 
-    Warnings are switched off for the whole process, and threads would switch each other's on and off.
+    The filters are global: threads would reset each other's.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

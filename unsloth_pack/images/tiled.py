@@ -1,7 +1,7 @@
-"""Images in tiles, as the processors of most families make them.
+"""Images in tiles, for most families.
 
-How many tokens an image has follows from its height and width alone. The arithmetic is that of the image
-processor's resizing, since some of transformers' own counts differ from what it makes.
+The number of tokens depends only on height and width. The arithmetic is that of the image processor's
+resizing, since some of transformers' own counts differ from its output.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from unsloth_pack.images.tokens import Cut
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LARGEST = 4096  # pixels a side, above which Idefics' processors make every image smaller
+_MAX_SIDE = 4096  # pixels, above which Idefics' processors shrink every image
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """One image as its tower takes it.
+    """One image for its tower.
 
     Args:
         values: `[tiles, 3, height, width]` uint8.
-        size: height and width as the model is told them.
+        size: height and width for the model's `image_sizes`.
         cut: its tokens.
     """
 
@@ -39,17 +39,17 @@ class Tiles:
 
 
 class TiledImages(ImageFamily[Tiles]):
-    """What the families below have in common."""
+    """The common part of the families below."""
 
     def cut_of(self, image: Tiles) -> Cut:
         return image.cut
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
-        of_tile = self._grid_side**2
-        return self._tiles(tokens, size, of_document) * of_tile, of_tile
+        patches = self._grid_side**2
+        return self._count_tiles(tokens, size, of_document) * patches, patches
 
-    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
-        """How many tiles the tower sees of an image; the arguments are those of `seen`."""
+    def _count_tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+        """Count the tiles of an image; arguments as for `seen`."""
         return tokens // self._of_tile
 
     @property
@@ -80,7 +80,7 @@ class TiledImages(ImageFamily[Tiles]):
 
 
 class SplitImages(TiledImages):
-    """Idefics3 and SmolVLM: an image is enlarged to its longest edge, and cut into tiles that it fills."""
+    """Idefics3 and SmolVLM: an image is enlarged to the longest edge, and cut into full tiles."""
 
     needed = ("do_image_splitting", "max_image_size", "do_resize")
     own_limit = "size={'longest_edge': pixels}"
@@ -102,7 +102,7 @@ class SplitImages(TiledImages):
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
-        # Every tile is full, so there is no mask of padding inside tiles
+        # Every tile is full: no mask of padding inside tiles
         return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])[None]}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
@@ -121,7 +121,7 @@ class SplitImages(TiledImages):
             return self._cut_into(0, 0)
         if self._processor.do_resize:
             height, width = _to_longest(height, width, self._edge(most_pixels))
-            height, width = _at_most(height, width, _LARGEST)
+            height, width = _at_most(height, width, _MAX_SIDE)
         tile, ratio = self._tile, width / height
         if width >= height:
             width = math.ceil(width / tile) * tile
@@ -136,7 +136,7 @@ class SplitImages(TiledImages):
         return Cut(lines, columns, self._of_tile, self._of_tile)
 
     def _edge(self, most_pixels: int | None) -> int:
-        """The longest edge, of whole tiles where it is limited."""
+        """Return the longest edge; whole tiles if it is limited."""
         if most_pixels is None:
             return self._longest
         return min(self._longest, max(1, math.isqrt(most_pixels) // self._tile) * self._tile)
@@ -155,7 +155,7 @@ class SplitImages(TiledImages):
 
 
 class CanvasImages(TiledImages):
-    """InternVL: an image fills the canvas of tiles whose shape is closest to its own, then one tile whole."""
+    """InternVL: an image fills the canvas of tiles closest to its shape, and then one whole tile."""
 
     needed = ("min_patches", "max_patches", "get_number_of_image_patches")
     own_limit = "max_patches, tiles of an image,"
@@ -180,7 +180,7 @@ class CanvasImages(TiledImages):
         return [size_of_tiles(self._processor, self._vision)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
-        options: dict[str, Any] = {"crop_to_patches": True}  # as transformers' processor always does
+        options: dict[str, Any] = {"crop_to_patches": True}  # as always in transformers' processor
         if most_pixels is None:
             return options
         most = min(self._processor.max_patches, max(1, most_pixels // self._tile**2))
@@ -200,9 +200,9 @@ class CanvasImages(TiledImages):
 
 
 class AnyresImages(TiledImages):
-    """LLaVA-OneVision: the only image of a document is cut into tiles, and several are one tile each.
+    """LLaVA-OneVision: the only image of a document is cut into tiles; several are one tile each.
 
-    Behind each line of features stands one that ends the line, and so behind an image of one tile.
+    A newline feature ends each line of features, and an image of one tile.
     """
 
     needed = ("image_grid_pinpoints",)
@@ -220,7 +220,7 @@ class AnyresImages(TiledImages):
     def saved(self) -> dict[str, Any]:
         strategy = self._config.vision_feature_select_strategy
         return {
-            "num_image_tokens": self._grid_side**2 + (strategy == "default"),  # that of the class is left out
+            "num_image_tokens": self._grid_side**2 + (strategy == "default"),  # without the class token
             "vision_feature_select_strategy": strategy,
             "vision_aspect_ratio": self._config.vision_aspect_ratio,
         }
@@ -231,7 +231,7 @@ class AnyresImages(TiledImages):
         height, width = (int(n) for n in made["image_sizes"][place])
         return self._cut(height, width, None, int(of_document))
 
-    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+    def _count_tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
         from transformers.image_processing_utils import select_best_resolution
 
         if of_document != 1:
@@ -243,7 +243,7 @@ class AnyresImages(TiledImages):
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
-        # The tiles of all images one after another: the model also takes one row an image, with padding
+        # Tiles of all images, concatenated: the model also takes one row for each image, with padding
         return {
             "pixel_values": torch.cat([torch.from_numpy(image.values) for image in images]),
             "image_sizes": torch.tensor([image.size for image in images]),
@@ -258,8 +258,8 @@ class AnyresImages(TiledImages):
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         return {}
 
-    def _given(self, image: Any, of_document: int) -> list[Any]:
-        # Of one list with two images the processor cuts none; the second one is small
+    def _list_inputs(self, image: Any, of_document: int) -> list[Any]:
+        # The processor cuts no image of a list with two; the second one is small
         return [[image] if of_document == 1 else [image, image.crop((0, 0, 8, 8))]]
 
     def _taken(self, made: Any, of_document: int) -> Tiles:
@@ -287,16 +287,12 @@ class AnyresImages(TiledImages):
 
 
 def side_of(size: Any) -> int:
-    """One number of pixels, of a square that may be given by both sides."""
+    """Return the side of a square in pixels; size may be one number or both sides."""
     return size if isinstance(size, int) else size[0]
 
 
 def longest_edge(processor: Any) -> int:
-    """Pixels of the longest side of an image, as an image processor bounds it.
-
-    Raises:
-        InputError: it says no whole number.
-    """
+    """Return an image processor's limit on the longest side in pixels; InputError if it is no number."""
     size = processor.size
     edge: Any = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
     require_whole("the image processor's size['longest_edge']", edge, 1)
@@ -304,7 +300,7 @@ def longest_edge(processor: Any) -> int:
 
 
 def _as_lists(value: Any) -> Any:
-    return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value
+    return [*map(_as_lists, value)] if isinstance(value, list | tuple) else value
 
 
 def size_of_tiles(processor: Any, vision: Any) -> tuple[str, Any, str, Any]:
@@ -315,15 +311,11 @@ def size_of_tiles(processor: Any, vision: Any) -> tuple[str, Any, str, Any]:
 
 
 def _to_longest(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Sides whose longest is `edge`, the other one even."""
+    """Scale the longest side to `edge`, and the other one to an even number."""
     ratio = width / height
-    if width >= height:
-        return max(_even(int(edge / ratio)), 1), edge
-    return edge, max(_even(int(edge * ratio)), 1)
-
-
-def _even(side: int) -> int:
-    return side + side % 2
+    other = int(edge / ratio) if width >= height else int(edge * ratio)
+    other = max(other + other % 2, 1)
+    return (other, edge) if width >= height else (edge, other)
 
 
 def _at_most(height: int, width: int, edge: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which tokens stand for an image, as data: one entry for each `config.model_type`."""
+"""The image tokens of every family, as data: one entry for each `config.model_type`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unsloth_pack.images.rows import MARK
 
 @dataclass(frozen=True)
 class Cut:
-    """How many tokens a tower makes of an image: of tiles in lines, then of the image as a whole.
+    """A tower's tokens of an image: tiles in lines, then the whole image.
 
     Args:
-        lines, columns: of tiles; 0 where there is only the whole image.
+        lines, columns: of tiles; 0 without tiles.
         of_tile: tokens of each tile.
-        whole: tokens of the whole image, which stand behind those of its tiles.
+        whole: tokens of the whole image, after its tiles.
     """
 
     lines: int = 0
@@ -29,21 +29,21 @@ class Cut:
 
     @property
     def tokens(self) -> int:
-        """All of them, without marks."""
+        """The number of all tokens, without marks."""
         return self.lines * self.columns * self.of_tile + self.whole
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What a processor writes around the placeholders of an image, as text.
+    """The text that a processor writes around the placeholders of an image.
 
     Args:
-        begin, end: before and behind everything.
+        begin, end: before and after everything.
         tile: before each tile. `{line}` and `{column}` are its place, from 1.
         between: between two lines of tiles.
-        behind: behind the tiles, where there are any and the whole image follows.
+        behind: between the tiles, if any, and the whole image.
         whole: before the whole image.
-        marks: the tokens among these that a tokenizer must know.
+        marks: the tokens among these that the tokenizer must have.
     """
 
     begin: str = ""
@@ -55,39 +55,38 @@ class Writing:
     marks: tuple[str, ...] = ()
 
     def pieces(self, cut: Cut) -> Iterator[tuple[str, int]]:
-        """The text of an image: each a mark, which may be empty, and the number of placeholders behind it."""
-        waiting = self.begin
+        """Iterate over marks, perhaps empty, each with the number of placeholders after it."""
+        prefix = self.begin
         for line in range(cut.lines):
-            waiting += self.between if line else ""
+            prefix += self.between if line else ""
             for column in range(cut.columns):
-                yield waiting + self.tile.format(line=line + 1, column=column + 1), cut.of_tile
-                waiting = ""
+                yield prefix + self.tile.format(line=line + 1, column=column + 1), cut.of_tile
+                prefix = ""
         if cut.whole:
-            yield waiting + (self.behind if cut.lines else "") + self.whole, cut.whole
-            waiting = ""
-        yield waiting + self.end, 0
+            yield prefix + (self.behind if cut.lines else "") + self.whole, cut.whole
+            prefix = ""
+        yield prefix + self.end, 0
 
     def text(self, cut: Cut, placeholder: str) -> str:
-        """What stands in the place of an image's placeholder."""
+        """Return the text in place of an image's placeholder."""
         return "".join(mark + placeholder * times for mark, times in self.pieces(cut))
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a family of models writes images into its text.
+    """The text of images in a family of models.
 
     Args:
-        placeholder: the token that a chat template writes once for an image, and in whose place a processor
-            writes one for each token of the tower.
-        start, end: the markers that the chat template writes around it; "" where it writes none.
-        reserved: further tokens that stand for other media.
+        placeholder: the token that a chat template writes once for an image, and a processor once for each
+            token of the tower.
+        start, end: the chat template's markers around it; "" without any.
+        reserved: further tokens, of other media.
         processor: the class of the family's processor in transformers, named in saved files.
-        writing: what the processor writes beside placeholders.
+        writing: the processor's text beside placeholders.
         text_options: the processor's own defaults for its tokenizer.
-        by_text: the images of a call lie in one list for each text.
-        in_template: what a chat template writes for an image, where that is not the placeholder. A processor
-            writes the image in its place before it makes ids of the text, so that what stands around it may
-            merge with what it writes.
+        by_text: True if a call takes one list of images for each text.
+        in_template: the chat template's text for an image, if not the placeholder. A processor replaces it
+            before it tokenises, so that the text around an image may merge with the image's.
     """
 
     placeholder: str
@@ -102,16 +101,16 @@ class ImageTokens:
 
     @property
     def in_text(self) -> str:
-        """What stands for an image in a text of which no ids have been made."""
+        """The text of an image before tokenisation."""
         return self.in_template or self.placeholder
 
     def with_placeholders(self, text: str) -> str:
-        """What a chat template has written, with one placeholder an image."""
+        """Replace each image in a rendered text by one placeholder with its marks."""
         return text.replace(self.in_text, self.writing.text(Cut(whole=1), self.placeholder))
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All tokens that no text may hold; `<image>` may be the mark of an image in a row."""
+        """All tokens that no text may contain, except `<image>`, which marks an image in a row."""
         tokens = (self.placeholder, self.start, self.end, *self.writing.marks, *self.reserved)
         return tuple(text for text in tokens if text not in ("", MARK))
 
@@ -160,12 +159,8 @@ IMAGE_TOKENS = {
 }
 
 
-def image_tokens_of(config: Any) -> ImageTokens:
-    """The image tokens of a model.
-
-    Raises:
-        InputError: the model takes no images, or they are not prepared here.
-    """
+def get_image_tokens(config: Any) -> ImageTokens:
+    """Return the image tokens of a model; InputError if it takes no images or is not supported."""
     model_type = config.model_type
     if model_type in IMAGE_TOKENS:
         return IMAGE_TOKENS[model_type]
@@ -181,10 +176,10 @@ class ImageTokenIds:
     """A family's image tokens in one tokenizer.
 
     Attributes:
-        placeholder: the id of the token that stands for each token of the tower.
+        placeholder: the id for each token of the tower.
 
     Raises:
-        InputError: the tokenizer lacks a token, or the model reads another id as an image.
+        InputError: the tokenizer lacks a token, or the model has another image id.
     """
 
     def __init__(self, tokens: ImageTokens, tokenizer: Any, config: Any = None):
@@ -192,70 +187,64 @@ class ImageTokenIds:
         around = [text for text in (tokens.start, tokens.end) if text]
         for text in (tokens.placeholder, *around, *tokens.writing.marks):
             if text not in vocabulary:
-                raise InputError(
-                    f"the tokenizer has no token {text}, which stands for images; load the one that came "
-                    "with the model"
-                )
+                problem = f"the tokenizer has no token {text}, which stands for images"
+                raise InputError(f"{problem}; load the one that came with the model")
         self.placeholder = vocabulary[tokens.placeholder]
         self._around = tuple(vocabulary[text] for text in around)
         others = (*tokens.writing.marks, *tokens.reserved)
         self._reserved = tuple(vocabulary[text] for text in others if text in vocabulary)
-        self._writing = Writing() if tokens.in_template else tokens.writing  # else the text holds it already
+        self._writing = Writing() if tokens.in_template else tokens.writing  # already in the text
         self._tokens, self._tokenizer = tokens, tokenizer
         self._of_mark: dict[str, np.ndarray] = {}
         expected = getattr(config, "image_token_id", self.placeholder)
         if expected != self.placeholder:
-            raise InputError(
-                f"the tokenizer gives {tokens.placeholder} the id {self.placeholder}, the model reads "
-                f"{expected} as an image; load the tokenizer that came with the model"
-            )
+            problem = f"the tokenizer gives {tokens.placeholder} the id {self.placeholder}, the model reads"
+            raise InputError(f"{problem} {expected} as an image; load the tokenizer that came with the model")
 
     @property
     def of_images(self) -> set[int]:
-        """The ids that no text may hold."""
+        """The ids that no text may contain."""
         return {self.placeholder, *self._around, *self._reserved}
 
     def counts(self, ids: np.ndarray) -> tuple[int, list[int], int]:
-        """How many placeholders, markers of each kind around them, and tokens out of place there are.
+        """Count placeholders, each kind of marker around them, and misplaced tokens.
 
         Args:
-            ids: `[n]` with one placeholder an image.
+            ids: `[n]` with one placeholder for each image.
         """
         around = [int((ids == marker).sum()) for marker in self._around]
         return int((ids == self.placeholder).sum()), around, int(np.isin(ids, self._reserved).sum())
 
-    def written(self, cut: Cut) -> np.ndarray:
-        """`[n]` int32: what stands in the place of an image's placeholder."""
+    def encode(self, cut: Cut) -> np.ndarray:
+        """Return the ids in place of an image's placeholder, `[n]` int32."""
         parts = []
         for mark, times in self._writing.pieces(cut):
-            parts += [self._ids_of(mark), np.full(times, self.placeholder, np.int32)]
+            parts += [self._encode_mark(mark), np.full(times, self.placeholder, np.int32)]
         return np.concatenate(parts)
 
-    def n_written(self, cut: Cut) -> int:
-        """How many tokens these are."""
-        return sum(len(self._ids_of(mark)) + times for mark, times in self._writing.pieces(cut))
+    def count_tokens(self, cut: Cut) -> int:
+        """Count the ids of `encode`."""
+        return sum(len(self._encode_mark(mark)) + times for mark, times in self._writing.pieces(cut))
 
-    def _ids_of(self, mark: str) -> np.ndarray:
-        """The ids of a text that stands between two placeholders."""
+    def _encode_mark(self, mark: str) -> np.ndarray:
+        """Return the ids of a text between two placeholders."""
         if mark not in self._of_mark:
             around = self._tokens.placeholder
             encoded = self._tokenizer(f"{around}{mark}{around}", add_special_tokens=False)["input_ids"]
-            first, last = (place for place, one in enumerate(encoded) if one == self.placeholder)
+            first, last = (place for place, token in enumerate(encoded) if token == self.placeholder)
             self._of_mark[mark] = np.array(encoded[first + 1 : last], np.int32)
         return self._of_mark[mark]
 
-    def expanded(
-        self, ids: np.ndarray, images: list[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids with images in the place of their placeholders.
+    def expand(self, ids: np.ndarray, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Replace placeholders by the ids of their images.
 
         Args:
-            ids: `[n]` with one placeholder an image.
+            ids: `[n]` with one placeholder for each image.
             images: `[n]` ids of each image, in order.
 
         Returns:
-            The ids, the place in the given ones that each came from, and whether it belongs to an image or to
-            a marker around one.
+            The ids, the index in `ids` that each came from, and True where it belongs to an image or to a
+            marker around one.
         """
         is_image = ids == self.placeholder
         repeats = np.ones(len(ids), np.int64)

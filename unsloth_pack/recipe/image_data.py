@@ -31,11 +31,11 @@ from unsloth_pack.images.prepared import (
 )
 from unsloth_pack.images.processor import (
     VisionProcessor,
+    build_processor,
+    find_processor_folder,
     load_image_processor,
-    processor_folder,
-    processor_of,
 )
-from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, image_tokens_of
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
 from unsloth_pack.recipe.image_checks import refuse_image_options
 from unsloth_pack.recipe.image_options import ImageOptions
@@ -238,7 +238,7 @@ def image_ids_of(model_name: str, tokenizer: Any) -> ImageTokenIds | None:
     config = load_config(resolve(model_name)[0])
     if config.model_type not in IMAGE_TOKENS:
         return None
-    return ImageTokenIds(image_tokens_of(config), tokenizer, config)
+    return ImageTokenIds(get_image_tokens(config), tokenizer, config)
 
 
 def takes_images(model_name: str) -> bool:
@@ -274,7 +274,9 @@ def image_preparation(
         refuse_unmapped(each)
     if len(without) == len(sets) and not are_expected:
         return None
-    return preparation_of(processor_folder(model_name), config, tokenizer, options, keep_bytes=keep_bytes)
+    return preparation_of(
+        find_processor_folder(model_name), config, tokenizer, options, keep_bytes=keep_bytes
+    )
 
 
 def prepared_images(
@@ -311,18 +313,18 @@ def preparation_of(
     """How the images of a model are prepared.
 
     Args:
-        source: folder or name that holds the processor, see `processor_folder`.
+        source: folder or name that holds the processor, see `find_processor_folder`.
         config: of the base model.
 
     Raises:
         InputError: as `image_preparation`.
     """
-    tokens = image_tokens_of(config)
+    tokens = get_image_tokens(config)
     image_processor = load_image_processor(
         source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
     )
     token_ids = ImageTokenIds(tokens, tokenizer, config)
-    processor = processor_of(source, image_processor, tokenizer, tokens, config)
+    processor = build_processor(source, image_processor, tokenizer, tokens, config)
     return ImagePreparation(config, processor, tokens, token_ids, options, keep_bytes)
 
 
@@ -357,7 +359,7 @@ def preparation_of_packs(
                     about=name,
                 )
         limited = replace(options, min_pixels=images.least_pixels, max_pixels=images.most_pixels)
-        found = preparation_of(processor_folder(model_name), config, tokenizer, limited)
+        found = preparation_of(find_processor_folder(model_name), config, tokenizer, limited)
         if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
             raise InputError(
                 f"{folder}: packed for another image processor, that of "

@@ -12,7 +12,7 @@ from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.streaming import Place, Share
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.prepared import source_of_stored
+from unsloth_pack.images.prepared import source_from_record
 from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.image_options import ImageOptions
@@ -76,7 +76,7 @@ def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -
         for image in _files_in(table):
             has_files = True
             try:
-                source_of_stored(image, images.folder)
+                source_from_record(image, images.folder)
             except UnreadableImage as error:
                 if not images.options.skip_broken_images:
                     raise UnreadableImage(f"{packs}: {error}") from None

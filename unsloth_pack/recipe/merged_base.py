@@ -18,7 +18,7 @@ from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
 from unsloth_pack.checkpoints.loading import weight_dtype
 from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.checkpoints.saving import save_in_own_dtype
-from unsloth_pack.images.processor import saved_beside
+from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import is_main_process, wait_for_all
 from unsloth_pack.recipe.options import TrainOptions
@@ -59,7 +59,7 @@ def _merge(options: TrainOptions, aside: Path) -> None:
     held = {**flat(options.model), **held_by_run(Path(first))}
     model, tokenizer = FastLanguageModel.from_pretrained(**held | {"model_name": first, "max_seq_length": 1})
     dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
-    save_in_own_dtype(model, aside, saved_beside(model, first, tokenizer), dtype)
+    save_in_own_dtype(model, aside, pick_processor(model, first, tokenizer), dtype)
     del model
     gc.collect()  # a model refers to itself; the next one is to have its memory
     torch.cuda.empty_cache()

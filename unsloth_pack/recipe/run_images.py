@@ -10,7 +10,7 @@ from trl import SFTConfig
 from unsloth_pack.checkpoints.loading import load_config, resolve
 from unsloth_pack.data.cache import cores
 from unsloth_pack.images.prepared import holds_images, without_images
-from unsloth_pack.images.processor import processor_folder
+from unsloth_pack.images.processor import find_processor_folder
 from unsloth_pack.images.tokens import IMAGE_TOKENS
 from unsloth_pack.packing import read_manifest
 from unsloth_pack.recipe.documents import RowsOfSet
@@ -76,7 +76,7 @@ def saved_beside_run(options: TrainOptions, tokenizer: Any, images: ImagePrepara
         InputError: the processor of the adapter cannot be loaded.
     """
     first = options.adapter.init_adapter
-    if images is None and first is not None and processor_folder(first) == first:
+    if images is None and first is not None and find_processor_folder(first) == first:
         config = load_config(resolve(first)[0])
         if config.model_type in IMAGE_TOKENS:
             images = preparation_of(first, config, tokenizer, options.images)

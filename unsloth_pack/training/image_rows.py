@@ -15,7 +15,7 @@ from torch import Tensor
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.packed_rows import RowWithImages
-from unsloth_pack.images.prepared import decoded, grey, source_of_stored
+from unsloth_pack.images.prepared import decoded, grey, source_from_record
 from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.images.tokens import ImageTokenIds
 
@@ -78,7 +78,7 @@ class ImageRowCollator:
                     made = grey(self.make_images, *size, counts[document])
                     n_broken += 1
                 images[first + document].append(made)
-        made_row = RowWithImages.of(ids, labels, images, self._token_ids.placeholder, self.make_images)
+        made_row = RowWithImages.pack(ids, labels, images, self._token_ids.placeholder, self.make_images)
         batch: dict[str, Any] = {
             "input_ids": made_row.ids,
             "labels": made_row.labels,
@@ -98,7 +98,7 @@ class ImageRowCollator:
     def _decoded(self, image: Mapping[str, Any], of_document: int) -> Any:
         """The image; None for a broken one that may be skipped."""
         try:
-            source = source_of_stored(image, self._folder)
+            source = source_from_record(image, self._folder)
             size = (image["height"], image["width"])
             return decoded(self.make_images, source, size, image["most_pixels"], of_document)
         except UnreadableImage:
