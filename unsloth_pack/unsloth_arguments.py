@@ -94,10 +94,7 @@ def _take(
 def take_adapter_arguments(model: Any, targets: Any, arguments: dict[str, Any]) -> Any:
     """Take Unsloth's own arguments out of those of `get_peft_model`; return what to adapt.
 
-    Args:
-        targets: `target_modules`.
-        arguments: further arguments. `finetune_attention_modules` and `finetune_mlp_modules` choose among the
-            default targets.
+    `finetune_attention_modules` and `finetune_mlp_modules` choose among the default targets.
 
     Raises:
         InputError: one asks for something that is not supported.

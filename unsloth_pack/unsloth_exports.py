@@ -1,6 +1,4 @@
-"""Save a loaded model under the names of Unsloth's methods: merge, push to the hub, or refuse GGUF with
-commands.
-"""
+"""Save a loaded model under the names of Unsloth's methods; refuse GGUF with the commands for it."""
 
 import re
 import shlex

@@ -88,10 +88,7 @@ BACKENDS = {  # fastest first
 
 
 def requested_backend(name: str) -> tuple[str, str]:
-    """Return the requested backend and its source: `attn_backend` or the environment variable.
-
-    Args:
-        name: "auto" or a backend; the environment variable overrides it.
+    """Return the requested backend and its source; the environment variable overrides `name`.
 
     Raises:
         InputError: the request is neither "auto" nor a backend.
@@ -123,11 +120,7 @@ def why_passed_over(name: str, need: AttentionNeed) -> str | None:
 
 @lru_cache(maxsize=256)
 def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
-    """Return the backend that serves `need`, and why it was chosen.
-
-    Args:
-        name: "auto" for the fastest that can run, or a backend.
-        source: who asks for it, for messages.
+    """Return the backend that serves `need`, and why; `source` asks for it, for messages.
 
     Raises:
         BackendUnavailable: the requested backend cannot run. Says why, and which ones can.
@@ -146,10 +139,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
 
 
 def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
-    """Choose the backend for queries with other keys than their own.
-
-    Args:
-        name: the layer's backend, which is preferred.
+    """Choose a backend for queries with other keys than their own, best the layer's own, `name`.
 
     Raises:
         BackendUnavailable: none can.

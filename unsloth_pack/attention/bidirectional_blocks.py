@@ -31,12 +31,7 @@ def attend_in_blocks(
     options: AttentionOptions,
     backend: str,
 ) -> Tensor:
-    """Replace the output of causal attention at the tokens of blocks: `[N, H, V]`.
-
-    Args:
-        out_NHV: of causal attention.
-        q_NHD, k_NKD, v_NKV: as `attend` takes them.
-        backend: that computed `out_NHV`.
+    """Replace the output of causal attention by `backend`, `[N, H, V]`, at the tokens of blocks.
 
     Raises:
         BackendUnavailable: no backend can attend so.

@@ -85,10 +85,6 @@ def check_boundaries(
 ) -> list[DeferredCheck]:
     """Refuse a row of several documents whose call does not say where they end.
 
-    Args:
-        inputs: the decoder's named arguments, which describe no packed row.
-        rest: the call's other arguments.
-
     Raises:
         InputError: the host knows of several.
     """

@@ -93,11 +93,7 @@ def read_forwards(model: Any) -> dict[str, Any]:
 
 
 def adopt_forwards(model: Any, earlier: dict[str, Any]) -> None:
-    """Adopt the forwards that were set before the class got this slot.
-
-    Args:
-        earlier: from `read_forwards` under the patch before; else empty.
-    """
+    """Adopt the forwards set before the class got this slot; `earlier` are those under the patch before."""
     if "forward" in vars(model):  # it stays there, for `undo()`
         model.forward = vars(model)["forward"]
     vars(model).update(earlier)

@@ -44,10 +44,7 @@ class KernelWarmup:
     ) -> None:
         """Compile the kernels of a step, if it is the first.
 
-        Args:
-            described: the row, or the padded batch that becomes one.
-            loss_of: the loss for the last hidden states `[B, T, C]`.
-            probe: the leak probe that runs before the first step.
+        `loss_of` computes the loss from the last hidden states `[B, T, C]`; `probe` is the leak probe.
         """
         if self._is_done or not (decoder.training and torch.is_grad_enabled()):
             return

@@ -236,11 +236,7 @@ class DecoderProbe:
 
 
 class _Decoder(ProbeSubject):
-    """A decoder from embeddings to hidden states, so that no trained weight gets a gradient.
-
-    Args:
-        only: the numbers of the layers that run; None for all.
-    """
+    """A decoder from embeddings to hidden states; trained weights get no gradient, `only` these layers run."""
 
     def __init__(self, decoder: PackedDecoder, attn_backend: str, only: Collection[int] | None = None):
         self.attn_backend = attn_backend

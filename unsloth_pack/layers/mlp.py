@@ -69,10 +69,7 @@ class GateAndUpPlan:
 def keeps_gate_and_up(plan: GateAndUpPlan, layer: Any, number: int, x: Tensor, features: int) -> bool:
     """Return whether a module keeps them for the backward pass; never in a layer that is recomputed.
 
-    Args:
-        layer: the decoder layer that holds it, of this number from 0.
-        x: its input, `[.., width]`.
-        features: of gate, for a token.
+    `x` `[.., width]` is its input, `features` counts those of gate; `number` is that of its `layer`, from 0.
     """
     if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
         return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
@@ -95,10 +92,8 @@ def trained_gated_mlp(
 ) -> Tensor:
     """Compute `[..., O]` from `[..., I]`, for layers for which `trains_fused`.
 
-    Args:
-        inner: the layers of gate and up, or one layer of both, gate first.
-        activation: as `kernels.gated` names it.
-        keep: keep gate and up for the backward pass.
+    `inner` are the layers of gate and up, or one layer of both, gate first; `keep` keeps gate and up for the
+    backward pass.
     """
     dtype = get_compute_dtype(x)
     x = x.to(dtype)

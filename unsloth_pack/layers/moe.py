@@ -67,11 +67,7 @@ class FastExperts(ExpertsModule):
     def run_fused(
         self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]
     ) -> Tensor:
-        """Run `forward` as one autograd node.
-
-        Args:
-            adapters: the wrappers of the stacks, each with one adapter in use.
-        """
+        """Run `forward` as one autograd node; `adapters` wrap the stacks, each with one adapter in use."""
         by_name = {wrapper.parameter_name: get_adapter(wrapper) for wrapper in adapters}
         stacks, factors = zip(*(self._stack(name, by_name.get(name)) for name in STACKS), strict=True)
         features = experts_Nk.shape[1] * count_gate_features(self)

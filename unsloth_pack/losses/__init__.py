@@ -1,1 +1,1 @@
-"""Losses that are computed together with the language-model head."""
+"""Compute losses together with the language-model head."""

@@ -26,12 +26,7 @@ def cross_entropy(
 def loss_output(
     loss: Tensor, head: Head, decoded: Any, watch_logits: Callable[[Tensor], None]
 ) -> "LossOutput":
-    """Build a model's output with a loss and without logits.
-
-    Args:
-        decoded: the decoder's output.
-        watch_logits: called with the logits once they are read.
-    """
+    """Build a model's output with a loss, without logits; `watch_logits` gets them once they are read."""
     hidden_BTC, weight = decoded.last_hidden_state, head.weight
     version = weight._version
 

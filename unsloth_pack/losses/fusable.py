@@ -25,9 +25,8 @@ from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_mod
 def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
     """Read the head of a causal language model for which `why_head_not_fused` returns None.
 
-    Args:
-        is_wrapper: the model wraps a text model, as of vision and language. There transformers does not
-            divide the logits, and caps them only where the spec says so.
+    In a wrapper around a text model, as of vision and language, transformers does not divide the logits, and
+    caps them only where the spec says so.
     """
     module: Any = model.get_output_embeddings()
     linear, extra = _unwrap(module)
@@ -68,9 +67,6 @@ def why_head_not_fused(model: Any) -> str | None:
 
 def refuse_ignored_adapter(model: Any, why_not: str) -> None:
     """Refuse a head with an adapter that TRL's own loss would ignore: it reads the weight alone.
-
-    Args:
-        why_not: why only TRL's own loss can answer.
 
     Raises:
         InputError: the head has an adapter in use.

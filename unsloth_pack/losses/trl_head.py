@@ -90,9 +90,8 @@ def load_balancing_loss(
 ) -> Tensor:
     """Compute the auxiliary loss of routed experts as transformers does for every family.
 
-    Args:
-        router_logits: of every layer with experts, `[tokens, experts]` each.
-        token_mask: `[B, T]`, 0 on padding; None without padding.
+    `router_logits` are those of every layer with experts, `[tokens, experts]` each; `token_mask` is `[B, T]`,
+    0 on padding.
     """
     n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
     loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)

@@ -1,1 +1,1 @@
-"""What a packed row is, and how a model call describes one."""
+"""Define what a packed row is, and read one from a model call."""

@@ -268,14 +268,9 @@ def is_one_document_a_row(positions: np.ndarray, real: np.ndarray, last: int) ->
 
 
 def padding_has_labels(labels: Tensor, real: Tensor, ignore_index: int, is_shifted: bool) -> Tensor:
-    """Return, as a bool tensor, whether a loss reads the outputs at padding.
+    """Return, as a bool tensor, whether a loss reads the outputs at padding, where `real` `[B, T]` is False.
 
-    It does where padding has a label, or predicts that of the token behind it.
-
-    Args:
-        labels: `[B, T]`.
-        real: `[B, T]` bool, False on padding.
-        is_shifted: as in `CountedLabels`.
+    It does where padding has one of the `labels` `[B, T]`, or predicts that of the token behind it.
     """
     is_label = labels.to(real.device) != ignore_index
     has_label = (is_label & ~real).any()

@@ -1,4 +1,4 @@
-"""The packed row: which token belongs to which document. It is built once a step, on the host.
+"""Say which token belongs to which document. A packed row is built once a step, on the host.
 
 B rows of T tokens are flattened to one row of N = B * T tokens. It consists of segments: documents, and
 perhaps one run of padding at the end of each of the B rows.
@@ -154,8 +154,7 @@ class PackedRow:
 
     @cached_property
     def blocks(self) -> np.ndarray:
-        """Return `[blocks, 2]` int64 on the host: first token and end of each run that attends in both
-        directions.
+        """Return `[blocks, 2]` int64 on the host: the first token and the end of each bidirectional run.
 
         None crosses the end of a document.
         """

@@ -59,9 +59,7 @@ def prepare_blocks(
 ) -> None:
     """Choose and report the backend for images whose tokens see each other in both directions.
 
-    Args:
-        layers: the attention module of each layer of the text model, and how it computes.
-        graphs: of that model. They may hold such rows if they may hold that backend.
+    The graphs of the text model may hold such rows if they may hold that backend.
 
     Raises:
         BackendUnavailable: no backend can.

@@ -134,11 +134,7 @@ class FastAttention(nn.Module):
 
 
 def refuse_attention_weights(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call whose keywords, or else the configuration, ask for attention weights.
-
-    Raises:
-        InputError: they do.
-    """
+    """Refuse a call whose keywords, or else the configuration, ask for attention weights."""
     is_wanted = kwargs.get("output_attentions")
     if config.output_attentions if is_wanted is None else is_wanted:
         raise InputError(

@@ -176,8 +176,8 @@ class FastTower(CapturedTower):
 
     @no_compile
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """Run transformers' forward with one attention call a layer; from CUDA graphs if frozen, launch-
-        bound.
+        """Run transformers' forward with one attention call a layer, from CUDA graphs if frozen and slow to
+        launch.
 
         Args:
             hidden_states: `[P, pixels of a patch]`.

@@ -200,11 +200,7 @@ def _is_waited_for(part: nn.Module) -> bool:
 
 
 def make_dummy_image(spec: VisionSpec, config: Any) -> Images:
-    """Build a call's arguments for the smallest image that a model takes, all ones; none of it is put in.
-
-    Args:
-        config: of the model of vision and language.
-    """
+    """Build a call's arguments for the smallest image that a model takes, all ones; it is not put in."""
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
     channels = next(n for name in names if (n := getattr(vision, name, None)) is not None)
@@ -290,11 +286,7 @@ class FastVisionLM(FastCausalLM):
         return described
 
     def _find_placeholders(self, ids: Tensor, types: Any) -> np.ndarray:
-        """Return `[B * T]` bool: which tokens stand for images. Waits for the device once.
-
-        Args:
-            types: 1 at the same tokens, `[B, T]`; or None.
-        """
+        """Return `[B * T]` bool: tokens that stand for images, where `types` are 1. Waits for the device."""
         is_placeholder = ids == getattr(self.config, self.vision_spec.token)
         if types is None:
             return is_placeholder.cpu().numpy().reshape(-1)
