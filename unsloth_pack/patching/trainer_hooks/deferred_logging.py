@@ -33,12 +33,12 @@ def compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    metrics = logging_of(trainer).metrics
+    logging = logging_of(trainer)
     if return_outputs or not replaces_loss(trainer):
-        metrics.count_tokens(trainer)
+        logging.count_tokens(trainer)
         return original(trainer, model, inputs, return_outputs, num_items_in_batch)
     loss, outputs = default_loss(trainer, model, inputs, num_items_in_batch)
-    metrics.note(trainer, outputs, inputs)
+    logging.note(trainer, outputs, inputs)
     return loss
 
 
@@ -145,50 +145,13 @@ class MetricSums:
         metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-class DeferredMetrics:
-    """The sums behind a trainer's metrics, on the device until the trainer logs."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, list[tuple[Tensor, int | None]]] = {"train": [], "eval": []}
-        self._tokens: list[Tensor | int] = []  # of training
-
-    def note(self, trainer: Any, outputs: Any, inputs: dict[str, Any]) -> None:
-        """Keep the sums of a micro-batch, from the model's output to `fused_lm_head=True`."""
-        sums = [outputs.label_mask.sum(), outputs.entropy.detach().sum(), outputs.is_top1.sum()]
-        if outputs.aux_loss is not None:  # of routed experts, where it is part of the loss
-            sums.append(outputs.aux_loss.detach())
-        mode, state = _mode(trainer), trainer.accelerator.gradient_state
-        # `gather_for_metrics` would leave the other processes out of the last batch
-        n_ranks = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        # float64 holds every count and every float32
-        self._sums[mode].append((torch.stack([x.double() for x in sums]), n_ranks))
-        if mode == "train" and not logging_of(trainer).is_of_run:
-            self._tokens.append(_tokens_as_trl_counts(inputs))
-
-    def take(self, trainer: Any) -> MetricSums | None:
-        """Return the sums since the last call, of training or evaluation, without waiting for the device."""
-        noted = self._sums[_mode(trainer)]
-        if not noted:
-            return None
-        sums, n_ranks = zip(*noted, strict=True)
-        tokens = [*map(DeferredNumber, self._tokens)]
-        noted.clear()
-        self._tokens.clear()
-        return MetricSums(torch.stack(sums), n_ranks, tokens)
-
-    def count_tokens(self, trainer: Any) -> None:
-        """Add the tokens since the last call to the trainer's."""
-        trainer._total_train_tokens += sum(map(int, self._tokens))
-        self._tokens.clear()
-
-
 def hand_over_metrics(trainer: Any) -> None:
     """Put the metrics since the last call where TRL's `log` looks for them.
 
     With several processes, all of them have to call this.
     """
-    noted = logging_of(trainer).metrics.take(trainer)
-    if noted is not None:
+    logging = logging_of(trainer)
+    if not logging.is_writing and (noted := logging.take(trainer)) is not None:
         gathered = trainer.accelerator.gather(noted.sums[None]).cpu()
         noted.put(trainer, trainer._metrics[_mode(trainer)], gathered)
 
@@ -236,7 +199,7 @@ class LogLine:
         self._n_updates = self._step - trainer._globalstep_last_logged
         trainer._globalstep_last_logged = self._step
         self._trl_metrics = _take_trl_metrics(trainer)
-        self._sums = logging_of(trainer).metrics.take(trainer)
+        self._sums = logging_of(trainer).take(trainer)
         numbers = loss.double().view(1)
         if self._sums is not None:
             numbers = torch.cat([numbers, self._sums.sums.flatten()])
@@ -260,27 +223,58 @@ class LogLine:
         """Log what `read` returned, with the step and the metrics of this line instead of later ones."""
         state, logging, of_trl = trainer.state, logging_of(trainer), trainer._metrics["train"]
         now = state.global_step, state.epoch
-        later, later_sums = _take_trl_metrics(trainer), logging.metrics
+        later = _take_trl_metrics(trainer)
         state.global_step, state.epoch = self._step, self._epoch
         of_trl.update(self._trl_metrics)
-        logging.metrics = DeferredMetrics()
+        logging.is_writing = True
         try:
             trainer.log(logs, self._start_time)
         finally:
             state.global_step, state.epoch = now
             of_trl.clear()
             of_trl.update(later)
-            logging.metrics = later_sums
+            logging.is_writing = False
 
 
 class DeferredLogging:
-    """What a trainer has not logged yet: its metrics, and the line that waits."""
+    """What a trainer has not logged yet: sums of its metrics on the device, and the line that waits."""
 
     is_of_run = False  # True: the trainer logs in every process, and counts its tokens itself
 
     def __init__(self) -> None:
-        self.metrics = DeferredMetrics()
+        self._sums: dict[str, list[tuple[Tensor, int | None]]] = {"train": [], "eval": []}
+        self._tokens: list[Tensor | int] = []  # of training
         self._line: LogLine | None = None
+        self.is_writing = False  # that line, which has metrics of its own
+
+    def note(self, trainer: Any, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Keep the sums of a micro-batch, from the model's output to `fused_lm_head=True`."""
+        sums = [outputs.label_mask.sum(), outputs.entropy.detach().sum(), outputs.is_top1.sum()]
+        if outputs.aux_loss is not None:  # of routed experts, where it is part of the loss
+            sums.append(outputs.aux_loss.detach())
+        mode, state = _mode(trainer), trainer.accelerator.gradient_state
+        # `gather_for_metrics` would leave the other processes out of the last batch
+        n_ranks = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        # float64 holds every count and every float32
+        self._sums[mode].append((torch.stack([x.double() for x in sums]), n_ranks))
+        if mode == "train" and not self.is_of_run:
+            self._tokens.append(_tokens_as_trl_counts(inputs))
+
+    def take(self, trainer: Any) -> MetricSums | None:
+        """Return the sums since the last call, of training or evaluation, without waiting for the device."""
+        noted = self._sums[_mode(trainer)]
+        if not noted:
+            return None
+        sums, n_ranks = zip(*noted, strict=True)
+        tokens = [*map(DeferredNumber, self._tokens)]
+        noted.clear()
+        self._tokens.clear()
+        return MetricSums(torch.stack(sums), n_ranks, tokens)
+
+    def count_tokens(self, trainer: Any) -> None:
+        """Add the tokens since the last call to the trainer's."""
+        trainer._total_train_tokens += sum(map(int, self._tokens))
+        self._tokens.clear()
 
     def log_update(
         self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float, start_time: float
