@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import transformers
+from image_models import PATCH, SIDE, TEXTS, TOWERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -15,9 +16,6 @@ from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.images.tokens import IMAGE_TOKENS
 from unsloth_pack.models import arch_spec_for
 
-SIDE, PATCH = 16, 4  # of a tile and of a patch, in pixels
-_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-_TOWER |= dict(image_size=SIDE, patch_size=PATCH)
 _PINPOINTS = [[SIDE * a, SIDE * b] for a in range(1, 4) for b in range(1, 4)]
 # Shortened from those that lie beside the models; the first two show no turn that is one text
 _IDEFICS = (
@@ -63,88 +61,56 @@ _GEMMA = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's tests need: its text model, image processor, sizes, chat template and tokens."""
+    """What a family's tests need beside its tower: image processor, sizes, chat template and tokens."""
 
-    text: str
     image_processor: str
     sizes: dict
     template: str
-    tower: dict = field(default_factory=dict)
+    tokens: tuple
     config: dict = field(default_factory=dict)
-    tokens: tuple = ()
     of_tokenizer: dict = field(default_factory=dict)  # attributes by which transformers' processor knows them
 
 
 _ROWS = tuple(f"<row_{line}_col_{column}>" for line in range(1, 4) for column in range(1, 4))
 _HALF = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 _SPLIT = dict(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE}, **_HALF)
+_SQUARE = {"height": SIDE, "width": SIDE}
+_TURNS = ("<|im_start|>", "<|im_end|>")
 _OF_IDEFICS = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", *_ROWS)
 FAMILIES = {
-    "idefics3": Family(
-        "llama",
-        "Idefics3ImageProcessorPil",
-        _SPLIT,
-        _IDEFICS,
-        config=dict(scale_factor=2),
-        tokens=("<image>", *_OF_IDEFICS),
-    ),
+    "idefics3": Family("Idefics3", _SPLIT, _IDEFICS, ("<image>", *_OF_IDEFICS), dict(scale_factor=2)),
     "smolvlm": Family(
-        "llama",
-        "SmolVLMImageProcessorPil",
-        _SPLIT,
-        _IDEFICS,
-        config=dict(scale_factor=2),
-        tokens=("<image>", "<video>", *_OF_IDEFICS),
+        "SmolVLM", _SPLIT, _IDEFICS, ("<image>", "<video>", *_OF_IDEFICS), dict(scale_factor=2)
     ),
     "llava_onevision": Family(
-        "qwen2",
-        "LlavaOnevisionImageProcessorPil",
-        dict(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=_PINPOINTS),
-        _LLAVA,
-        tower=dict(model_type="siglip_vision_model", vision_use_head=False),
-        config=dict(image_grid_pinpoints=_PINPOINTS, vision_aspect_ratio="anyres_max_4"),
-        tokens=("<image>", "<video>", "<|im_start|>", "<|im_end|>"),
+        *("LlavaOnevision", dict(size=_SQUARE, image_grid_pinpoints=_PINPOINTS), _LLAVA),
+        ("<image>", "<video>", *_TURNS),
+        dict(image_grid_pinpoints=_PINPOINTS, vision_aspect_ratio="anyres_max_4"),
     ),
     "internvl": Family(
-        "qwen3",
-        "GotOcr2ImageProcessorPil",
-        dict(size={"height": SIDE, "width": SIDE}, max_patches=6),
-        _INTERN,
-        tower=dict(image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]),
-        tokens=("<IMG_CONTEXT>", "<video>", "<|im_start|>", "<|im_end|>", "<img>", "</img>"),
-        of_tokenizer={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
+        *("GotOcr2", dict(size=_SQUARE, max_patches=6), _INTERN),
+        ("<IMG_CONTEXT>", "<video>", *_TURNS, "<img>", "</img>"),
+        of_tokenizer=dict(start_image_token="<img>", end_image_token="</img>")
+        | dict(context_image_token="<IMG_CONTEXT>", video_token="<video>"),
     ),
     "mistral3": Family(
-        "mistral",
-        "PixtralImageProcessorPil",
-        dict(size={"longest_edge": 64}, patch_size={"height": PATCH, "width": PATCH}),
-        _MISTRAL,
-        tower=dict(model_type="pixtral", image_size=64),
-        config=dict(spatial_merge_size=2),
-        tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
+        *("Pixtral", dict(size={"longest_edge": 64}, patch_size={"height": PATCH, "width": PATCH}), _MISTRAL),
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
+        dict(spatial_merge_size=2),
     ),
     "gemma3": Family(
-        "gemma3_text",
-        "Gemma3ImageProcessorPil",
-        dict(size={"height": SIDE, "width": SIDE}, **_HALF),
-        _GEMMA,
-        tower=dict(model_type="siglip_vision_model", vision_use_head=False),
-        config=dict(mm_tokens_per_image=4),
-        tokens=(
-            *("<bos>", "<start_of_turn>", "<end_of_turn>"),
-            *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        *("Gemma3", dict(size=_SQUARE, **_HALF), _GEMMA),
+        (
+            "<bos>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<start_of_image>",
+            "<end_of_image>",
+            "<image_soft_token>",
         ),
-        of_tokenizer={
-            "bos_token": "<bos>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
+        dict(mm_tokens_per_image=4),
+        dict(bos_token="<bos>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
+        | dict(image_token="<image_soft_token>"),
     ),
 }
 
@@ -167,13 +133,13 @@ def tile_tokenizer(name, template=None):
 
 def tile_config(name):
     family, tokenizer = FAMILIES[name], tile_tokenizer(name)
-    text = arch_spec_for(family.text).tiny_config(
+    text = arch_spec_for(TEXTS[name]).tiny_config(
         vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257
     )
     return transformers.AutoConfig.for_model(
         name,
         text_config=text.to_dict() | {"tie_word_embeddings": False},
-        vision_config=_TOWER | family.tower,
+        vision_config=dict(TOWERS[name]),
         **family.config,
         **{_image_id(name): tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[name].placeholder)},
     )
@@ -195,7 +161,9 @@ def tile_model(name, dtype=torch.float32, seed=0):
 
 
 def tile_image_processor(name, **options):
-    return getattr(transformers, FAMILIES[name].image_processor)(**(FAMILIES[name].sizes | options))
+    return getattr(transformers, f"{FAMILIES[name].image_processor}ImageProcessorPil")(
+        **(FAMILIES[name].sizes | options)
+    )
 
 
 def tile_processor(name, **options):

@@ -103,7 +103,7 @@ REFUSED = [
     (varlen, {name: zeros(5, 2, 257) for name in "qkv"}, "head dim 257: pass one from 1 to 256"),
     (varlen, {"k": VARLEN["k"].bfloat16()}, "k torch.bfloat16 and v torch.float32: cast all"),
     (varlen, {name: VARLEN[name].long() for name in "qkv"}, "cast all to one floating dtype"),
-    (varlen, {"cu_seqlens": VARLEN["cu_seqlens"].long()}, r"cu_seqlens is \[3\] of int64: pass"),
+    (varlen, {"cu_seqlens": VARLEN["cu_seqlens"].long()}, r"cu_seqlens is \[3\] of torch.int64: pass"),
     (varlen, {"cu_seqlens": VARLEN["cu_seqlens"][:0]}, r"cu_seqlens is \[0\]"),
     (varlen, {"cu_seqlens": VARLEN["cu_seqlens"].to("meta")}, "cu_seqlens on meta: move it there"),
     (varlen, {"scale": math.inf}, "scale is inf"),
