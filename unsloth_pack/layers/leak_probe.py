@@ -236,7 +236,7 @@ class DecoderProbe:
 
 
 class _Decoder(ProbeSubject):
-    """A decoder from embeddings to hidden states; trained weights get no gradient, `only` these layers run."""
+    """A decoder from embeddings to hidden states. Its weights get no gradient; `only` these layers run."""
 
     def __init__(self, decoder: PackedDecoder, attn_backend: str, only: Collection[int] | None = None):
         self.attn_backend = attn_backend
