@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from unsloth_pack.recipe.flags import Option, sections_of
-from unsloth_pack.recipe.library import recipe_names, summary_of
-from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.cli.recipe import recipe_names, summary_of
+from unsloth_pack.config import OPTIONS, SECTIONS
+from unsloth_pack.config.options import Option
 
 GUIDES = [Path(__file__).with_name(name) for name in ("options.md", "recipes.md")]
 
@@ -28,12 +28,12 @@ def _recipes() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
-    for section in sections_of(TrainOptions):
-        yield f"\n**`{'.'.join(section.path)}`**: {section.about}\n"
+    for section, kind in SECTIONS.items():
+        yield f"\n**`{section}`**: {kind.__doc__}\n"
         yield "| option | value | what it is | default |"
         yield "|---|---|---|---|"
-        for option in section.options:
-            yield f"| {' | '.join(_cells(option))} |"
+        for name in kind.model_fields:
+            yield f"| {' | '.join(_cells(OPTIONS[name]))} |"
 
 
 def _cells(option: Option) -> Iterator[str]:

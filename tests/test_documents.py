@@ -9,8 +9,8 @@ import pytest
 from tables import table
 
 from unsloth_pack.cli import SUBCOMMANDS, main
-from unsloth_pack.recipe.command_line import given_options, train_parser
-from unsloth_pack.recipe.other_trainers import FLAGS
+from unsloth_pack.config import load
+from unsloth_pack.config.names import other_trainers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(document):
 def test_the_named_tests_exist(document, functions):
     text = document.read_text()
     for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
-        assert name in FLAGS or any(name in names for names in functions.values()), name
+        assert name in other_trainers().same or any(name in names for names in functions.values()), name
     for file, name in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text):
         assert name in functions.get(ROOT / "tests" / file, ()), f"{file}::{name}"
 
@@ -100,7 +100,7 @@ def test_the_named_flags_exist(document, flags):
 @each_document
 def test_the_dotted_flags_are_taken(document):
     for flag in re.findall(r"--[a-z]\w*(?:\.\w+)+", document.read_text()):
-        assert given_options(train_parser(), [f"{flag}=1"]), flag
+        assert load([f"{flag}=1"]).given, flag
 
 
 def test_the_documents_count_the_planted_faults():

@@ -16,7 +16,7 @@ from unsloth_pack import (
 )
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.recipe.command_line import train_parser
+from unsloth_pack.config import train_parser
 
 REQUIRED = inspect.Parameter.empty
 CALLS = """

@@ -12,13 +12,11 @@ from tables import table
 from torch import cuda
 
 from unsloth_pack.cli import main
+from unsloth_pack.cli.recipe import recipe_names, recipe_text
+from unsloth_pack.config import flat, load, telling_places
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.command_line import read_options, telling_places
-from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.library import recipe_names, recipe_text
-from unsloth_pack.recipe.mistakes import Place
+from unsloth_pack.recipe.resolve import read_options
 from unsloth_pack.recipe.saved_config import save_config
-from unsloth_pack.recipe.yaml_file import Placed
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +265,7 @@ def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
     head = "base_config: base.yaml\ndataset: rows.jsonl\n"
     Path("run.yaml").write_text(f"{head}columns: {{answr: text}}\nseed: 1\n")
     assert main(["--config=run.yaml", "--add_tokens=gone.txt"]) == 2
-    told = ["base.yaml:1: gone.jsonl: file not found", "run.yaml:2: rows.jsonl: columns maps 'answr'"]
+    told = ["run.yaml:2: rows.jsonl: columns maps 'answr'", "base.yaml:1: gone.jsonl: file not found"]
     told += ["unsloth-pack: add_tokens is 'gone.txt'"]
     said = capsys.readouterr().err.splitlines()
     assert [line.startswith(part) for line, part in zip(said, told, strict=True)] == [True] * 3
@@ -284,31 +282,29 @@ def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
 @table(
     ("about", "place"),
     [
-        ("target_modules", "a.yaml:1"),
-        (("init_adapter", "r"), "b.yaml:1"),  # the first comes from the command line
+        ("target_modules", "a.yaml:2"),
+        (("init_adapter", "r"), "run.yaml:2"),  # the first comes from the command line
         (("resume", "max_seq_length", "dataset"), "a.yaml:3"),
-        ("dataset.1", "a.yaml:5"),
-        ("dataset.1.columns", "a.yaml:6"),
-        ("dataset.0.columns", "a.yaml:4"),  # has no such key
-        ("dataset.2", "a.yaml:7"),  # has no path
-        ("optim_args.eps", "b.yaml:3"),
-        ("optim_args.beta1", "b.yaml:2"),  # comes from the command line, as the mapping does not
-        ("", None),
+        ("dataset.1", "a.yaml:6"),
+        ("dataset.1.columns", "a.yaml:7"),
+        ("dataset.0.columns", "a.yaml:5"),  # has no such key
+        ("dataset.2", "a.yaml:8"),
+        ("optim_args.eps", "run.yaml:4"),
+        (("optim_args.beta1", "r"), "run.yaml:2"),  # the first comes from the command line
         ("seed", None),
         ((), None),
     ],
     ids=str,
 )
 def test_the_line_that_a_mistake_is_told_of(about, place):
-    given = {"target_modules": ("a", 1), "max_seq_length": ("a", 3), "r": ("b", 1)}
-    placed = {name: Placed(name, Place(f"{file}.yaml", at)) for name, (file, at) in given.items()}
-    at = [Place("a.yaml", line) for line in range(8)]
-    items = ({"": at[4], "path": at[4]}, {"": at[5], "path": at[5], "columns": at[6]}, {"": at[7]})
-    placed |= {"dataset": Placed([{}, {}, {}], at[2], items=items), "init_adapter": Placed("x", None)}
-    settings = {"eps": Placed(1, Place("b.yaml", 3)), "beta1": Placed(0, None)}
-    placed |= {"optim_args": Placed(settings, Place("b.yaml", 2))}
+    Path("a.yaml").write_text(
+        "# base\ntarget_modules: q_proj\nmax_seq_length: 9\ndataset:\n- path: a\n- path: b\n  columns: {}\n"
+        "- c\n"
+    )
+    Path("run.yaml").write_text("base_config: a.yaml\nr: 4\noptim_args:\n  eps: 1e-6\n  beta1: 0.5\n")
+    asked = load(["--config=run.yaml", "--init_adapter=x", "--optim_args.beta1=0.9"])
     line = "what is wrong; the remedy of --r and --other"  # words decide nothing
-    with pytest.raises(InputError) as told, telling_places(placed):
+    with pytest.raises(InputError) as told, telling_places(asked):
         raise InputError(line, about=about)
     of_a_file = line.replace("--r", "r")
     assert str(told.value) == (f"{place}: {of_a_file}" if place else line)
@@ -421,10 +417,6 @@ OF_STRANGERS = {
             "1: cannot load https://hub/a/b: no such folder; give one",
             "2: https://hub/a/b: file not found; give",
         ],
-    ),
-    "secret": (
-        "push_to_hub: hf_averysecrettoken\n",
-        ["1: push_to_hub is what looks like a secret; give the name of a repository"],
     ),
     "folders": (
         "output_dir: ''\nsave_model: true\nsave_path: ${OUT}/merged\n",
@@ -567,7 +559,7 @@ def test_a_recipe_is_copied_under_another_name(said, capsys):
     said("recipe", "copy", "full", "folder.yaml")
     assert sorted(os.listdir("folder.yaml")) == ["full.yaml", "sft-packed.yaml"]
     assert main(["recipe", "copy", "stage1", "new/stages.yaml"]) == 2
-    assert "the name of a file that the recipe builds on; give another name" in capsys.readouterr().err
+    assert "is a file that the recipe builds on; give another name" in capsys.readouterr().err
     assert not Path("new").exists()
 
 

@@ -10,9 +10,9 @@ from image_runs import flags, prepared, refused, rows_of, write
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.image_files import check_images
 from unsloth_pack.recipe.prepare import prepare
+from unsloth_pack.recipe.resolve import read_options
 
 
 @pytest.mark.parametrize("of", ["train", "eval", "stream"])

@@ -11,8 +11,8 @@ from transformers import AutoImageProcessor
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
 from unsloth_pack.recipe import run_images
-from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.documents import load_tokenizer
+from unsloth_pack.recipe.resolve import read_options
 from unsloth_pack.recipe.run_images import saved_beside_run
 
 FIRST, SECOND = 4096, 2048

@@ -8,7 +8,7 @@ from tiny_tiles import tile_model
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.image_options import ImageOptions
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.recipe.image_parts import freeze_parts
 
 PARTS = {"visual.blocks": "tower", "visual.merger": "aligner", "visual.deepstack": "aligner"}

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import Trainer
 from trl import SFTConfig
 
-from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.optimizers import SETTINGS, arguments_of
+from unsloth_pack.recipe.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 
 OTHER = {  # values that are nobody's default
@@ -72,12 +72,12 @@ def test_what_transformers_hears_of_no_settings():
             "'beta1', which adafactor does not take; leave out optim_args",
         ),
         ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args has momentum 'fast'; give a number of"),
-        ({"optim": "sgd", "optim_args": "nesterov=1"}, "optim_args has nesterov 1; give true or false"),
+        ({"optim": "sgd", "optim_args": "nesterov=7"}, "optim_args has nesterov 7; give true or false"),
         ({"optim": "adamw_torch", "optim_args": "beta2=1"}, "beta2 1; give a number of at least 0 and below"),
         ({"optim_args": "eps=nan"}, "optim_args has eps 'nan'; give a number above 0"),
-        ({"optim_args": "eps"}, "give settings such as block_size=128,beta2=0.95, or a JSON object"),
-        ({"optim_args": "eps=1e-8,eps=1e-6"}, "give settings such as block_size=128"),
-        ({"optim_args": '{"eps": [1]}'}, "give settings such as block_size=128"),
+        ({"optim_args": "eps"}, "give single values, such as beta2=0.95, or a JSON object"),
+        ({"optim_args": "eps=1e-8,eps=1e-6"}, "give single values, such as beta2=0.95"),
+        ({"optim_args": '{"eps": [1]}'}, "give single values, such as beta2=0.95"),
         (
             {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true"},
             "which rounds weights in bfloat16, and an adapter trains in float32; give --tuning full --dtype",

@@ -24,8 +24,7 @@ from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavai
 from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.cli.doctor import PrivateName, private_names
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
-from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.config import TrainOptions, flat
 
 
 def test_merge_then_generate(train, tmp_path, capsys, monkeypatch):

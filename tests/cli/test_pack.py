@@ -16,7 +16,7 @@ from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
 from unsloth_pack.packing import read_manifest
 from unsloth_pack.recipe import prepare
-from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.resolve import read_options
 
 CAPACITY = 128
 

@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from transformers import TrainerControl
 from warm import torchrun
 
+from unsloth_pack.config import TrainOptions, changed
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe import sharding
-from unsloth_pack.recipe.flags import build
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.report.callbacks import StopOnSignal
 
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
@@ -271,7 +270,7 @@ def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     given = {"deepspeed": str(settings), "use_gradient_checkpointing": "auto"}
-    options = build(TrainOptions, given)
+    options = changed(TrainOptions(), given)
     refused = pytest.raises(
         InputError, match="'auto', which every process decides for itself, but under deepspeed"
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 from unsloth_pack.recipe.checks import check_first
-from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.resolve import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.training.checkpoints import state_of

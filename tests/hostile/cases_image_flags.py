@@ -26,7 +26,7 @@ FLAGS = [
 FLAGS += [
     Case(f"--{name}={value!r}", f"--{name}.*true or false", train(**{name: value}))
     for name in SWITCHES
-    for value in ("", "frob", "1")
+    for value in ("", "frob", "7")
 ]
 OF_TEXT = [
     Case(f"--{name} for a text model", f"{name} is .*, and model takes no images", train(**{name: value}))

@@ -49,7 +49,7 @@ def both(**second: Any) -> Sequence[Any]:
 # ---- what an item may say
 
 OF_ITEMS = [
-    sets(f"weight {value!r}", both(weight=value), r"weight of item 2 \(few.jsonl\) a number above 0.*not ")
+    sets(f"weight {value!r}", both(weight=value), "item 2, weight is .*; give a number above 0")
     for value in (
         0,
         -1,
@@ -67,33 +67,33 @@ OF_ITEMS = [
     )
 ]
 OF_ITEMS += [
-    sets(f"limit {value!r}", both(limit=value), r"limit of item 2 \(few.jsonl\) a whole number of at ")
+    sets(f"limit {value!r}", both(limit=value), "item 2, limit is .*; give a whole number of at ")
     for value in (0, -1, 0.5, 2**40, float("nan"), "", "all", True, [1])
 ]
 OF_ITEMS += [
-    sets(f"split {value!r}", both(split=value), r"as split of item 2 \(few.jsonl\) the name of a split")
+    sets(f"split {value!r}", both(split=value), "item 2, split is .*; give the name of a split")
     for value in (True, " ", ["train"], {"a": 1})
 ]
 OF_ITEMS += [
-    sets(f"path {value!r}", ["few.jsonl", {"path": value}], "item 2 a path")
+    sets(f"path {value!r}", ["few.jsonl", {"path": value}], "item 2, path is .*; give ")
     for value in ("", " \t", None, 5, True, ["few.jsonl"], {"a": 1})
 ]
 OF_ITEMS += [
-    sets(f"item {value!r}", ["few.jsonl", value], "item 2 (as )?a path")
+    sets(f"item {value!r}", ["few.jsonl", value], "item 2(, path|, weight)? is .*; give ")
     for value in (None, True, [], ["few.jsonl"], "", {}, {"weight": 2})
 ]
 OF_ITEMS += [
-    sets(f"key {key!r}", both(**{key: 1}), "none but the keys path, weight, split, limit, columns")
+    sets(f"key {key!r}", both(**{key: 1}), "item 2, .* is unknown; use path, split, limit, columns, weight")
     for key in ("wieght", "", "Path", "größe", "a\nb", "x" * 500)
 ]
 OF_ITEMS += [
-    sets("no data sets", [], "at least one data set"),
-    sets("a list that does not end", '["few.jsonl", ', "a list of data sets as JSON"),
-    sets("an object that does not end", '{"path": ', "a list of data sets as JSON"),
-    sets("lists in lists without an end", "[" * 5000, "a list of data sets as JSON"),
-    sets("a comma too many", "few.jsonl,,asked.jsonl", "item 2 a path"),
-    sets("a comma at the end", "few.jsonl,", "item 2 a path"),
-    sets("a comma alone", ["few.jsonl", ""], "item 2 a path"),
+    sets("no data sets", [], "got a list; give at least one"),
+    sets("a list that does not end", '["few.jsonl", ', "give data sets as JSON"),
+    sets("an object that does not end", '{"path": ', "give data sets as JSON"),
+    sets("lists in lists without an end", "[" * 5000, "give data sets as JSON"),
+    sets("a comma too many", "few.jsonl,,asked.jsonl", "item 2, path is ''; give a path"),
+    sets("a comma at the end", "few.jsonl,", "item 2, path is ''; give a path"),
+    sets("a comma alone", ["few.jsonl", ""], "item 2, path is ''; give a path"),
 ]
 
 # ---- what is there
@@ -119,13 +119,18 @@ OF_FILES = [
 OF_PARTS = [
     sets("a split of a file", both(split="test"), "few.jsonl: split is 'test', and it has no splits"),
     sets("a split that is not there", [{"path": "parts", "split": "dev"}], "parts: .*dev"),
-    sets("no split", [{"path": "parts", "split": ""}], "as split of item 1 .*the name of a split"),
+    sets("no split", [{"path": "parts", "split": ""}], "item 1, split is ''; give the name of a split"),
     sets("a split for a file", "few.jsonl", "few.jsonl: split is 'test'", split="test"),
-    sets("two columns as one", "asked.jsonl", "not both 'prompt'", columns="question=prompt,answer=prompt"),
+    sets(
+        "two columns as one",
+        "asked.jsonl",
+        "another name, not 'prompt' twice",
+        columns="question=prompt,answer=prompt",
+    ),
     sets(
         "two columns of one item as one",
         [{"path": "asked.jsonl", "columns": {"question": "text", "answer": "text"}}],
-        "in the columns of item 1 .*not both 'text'",
+        "item 1, columns is .*another name, not 'text' twice",
     ),
     sets("a column that nobody has", ",".join(NAMES), "no data set has such a column", columns="ask=prompt"),
     sets("a column that the item lacks", both(columns={"ask": "prompt"}), "few.jsonl: columns maps 'ask'"),
@@ -143,8 +148,12 @@ OF_PARTS = [
     sets(
         "all columns left out", [{"path": "asked.jsonl", "columns": {"question": None, "answer": None}}], "; "
     ),
-    sets("columns of an item as a list", both(columns=["question"]), "in the columns of item 2 .*a mapping"),
-    sets("columns of an item as a number", both(columns=5), "in the columns of item 2 .*a mapping"),
+    sets(
+        "columns of an item as a list",
+        both(columns=["question"]),
+        "item 2, columns is a list; give name=value pairs",
+    ),
+    sets("columns of an item as a number", both(columns=5), "item 2, columns is 5; give name=value pairs"),
     sets("no format without a mapping", ",".join(NAMES), "asked.jsonl: no known data format"),
     sets(
         "text for responses alone",
@@ -170,7 +179,7 @@ OF_PARTS = [
     sets(
         "a weight for an evaluation",
         "few.jsonl",
-        "no weight",
+        "item 1, weight is unknown; use path, split, limit, columns$",
         eval_dataset='[{"path": "few.jsonl", "weight": 2}]',
     ),
     sets(

@@ -307,7 +307,7 @@ def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
     ("item", "says"),
     [
         ("gone.jsonl", "gone.jsonl: file not found"),
-        ({"path": "alpaca.json", "wieght": 2}, "item 2 (alpaca.json) none but the keys path, weight"),
+        ({"path": "alpaca.json", "wieght": 2}, "item 2, wieght is unknown; use path, split, limit"),
         ({"path": "alpaca.json", "weight": 0}, "as weight of item 2 (alpaca.json) a number above 0"),
         ({"weight": 2}, "item 2 a path"),
         ("empty.jsonl", "empty.jsonl: 0 rows"),

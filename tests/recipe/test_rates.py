@@ -3,10 +3,9 @@
 import pytest
 from model_folder import save_model
 
+from unsloth_pack.config import TrainOptions, changed, read_record
 from unsloth_pack.errors import InputError, mistakes_of
-from unsloth_pack.recipe.flags import build, options_of
 from unsloth_pack.recipe.model import load_run_model
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.rates import rates_of
 from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.training.optimizers import check_rates
@@ -35,9 +34,8 @@ def folder(request, tmp_path_factory):
 
 
 def options(folder, **given):
-    known = options_of(TrainOptions)
-    values = {name: known[name].kind(value) for name, value in given.items()}
-    return build(TrainOptions, {"model_name": folder, "max_seq_length": 64, "dtype": "float32", **values})
+    of_model = {"model_name": folder, "max_seq_length": 64, "dtype": "float32"}
+    return changed(TrainOptions(), read_record({**of_model, **given}, "given"))
 
 
 def refusal(check, *given):

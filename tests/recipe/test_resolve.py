@@ -5,13 +5,10 @@ import json
 import pytest
 from tables import table
 
-from unsloth_pack.attention.backends import BACKENDS
+from unsloth_pack.config import TrainOptions, flat, load
 from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.command_line import given_options, read_options, train_parser
-from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.options import ATTN_BACKENDS, TrainOptions
-from unsloth_pack.recipe.resolve import FREE_ON_RESUME, with_optimizer
+from unsloth_pack.recipe.resolve import FREE_ON_RESUME, read_options, with_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +86,7 @@ def test_parsing_reads_no_data(folder):
     (folder / "packs").mkdir()
     (folder / "packs" / "packs.json").write_text("{")
     arguments = ["--dataset=packs", "--eval_dataset=packs", "--resume", "--output_dir=nowhere"]
-    given = given_options(train_parser(), arguments)
+    given = load(arguments).given
     assert given == {"dataset": "packs", "eval_dataset": "packs", "resume": True, "output_dir": "nowhere"}
     with pytest.raises(InputError, match="not a whole manifest"):
         read_options(arguments[:2])
@@ -110,10 +107,6 @@ def test_an_adapter_of_a_demo_trains_on_the_data_of_that_demo(base, data, folder
     assert read_options(["--init_adapter=first", "--dataset=rows.json"]).data.dataset == "rows.json"
 
 
-def test_the_backends_that_an_option_names_are_those_that_there_are():
-    assert {*ATTN_BACKENDS} == {"auto", *BACKENDS}
-
-
 def test_defaults_that_depend_on_other_options():
     packed, padded = read_options(["--dataset=d", "--packing"]), read_options(["--dataset=d"])
     assert packed.training.per_device_train_batch_size == packed.training.per_device_eval_batch_size == 1
@@ -126,20 +119,3 @@ def test_defaults_that_depend_on_other_options():
     assert with_optimizer(packed, "cpu").training.optim == "adamw_torch"
     assert with_optimizer(packed, "cuda").training.optim == "adamw_torch_fused"
     assert with_optimizer(read_options(["--optim=lion_32bit"]), "cuda").training.optim == "lion_32bit"
-
-
-@pytest.mark.parametrize(
-    ("file", "says"),
-    [
-        ("lr: 1\n", "run.yaml:1: lr is unknown; did you mean learning_rate?"),
-        ("hub_token: a\n", "run.yaml:1: hub_token is unknown; no token is read from here"),
-        ("seed: null\nsede: null\n", "run.yaml:2: sede is unknown; did you mean seed?"),
-        ("debug: null\n", "run.yaml:1: debug cannot be set in a file; give it on the command line"),
-        ("yes: 1\nyes: 2\n", "run.yaml:2: yes is there twice, first in line 1; keep one of them"),
-    ],
-)
-def test_what_is_wrong_in_a_config_file(file, says, folder):
-    (folder / "run.yaml").write_text(file)
-    with pytest.raises(InputError) as refused:
-        read_options(["--config=run.yaml"])
-    assert str(refused.value).startswith(says)

@@ -5,7 +5,7 @@ import torch
 from image_models import made
 
 from unsloth_pack import FastVisionModel, InputError, patch_model
-from unsloth_pack.recipe.image_options import ImageOptions
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.recipe.image_parts import with_parts
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.config import Parser
+from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
-from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.machine import device_name, device_type, versions
 from unsloth_pack.recipe.named_data import paths_of
-from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -94,38 +94,37 @@ def _parser() -> Parser:
     add = parser.add_argument
     add(
         "--model_name",
-        type=path,
+        type=FilePath,
         help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
     add_data_flags(parser)
     add(
         "--max_seq_length",
-        type=whole(1),
+        type=Count,
         metavar="TOKENS",
         help="of a packed row (default: 2048, or what the model has)",
     )
     add(
         "--per_device_train_batch_size",
-        type=whole(1),
+        type=Count,
         metavar="ROWS",
         help=f"packed rows a step (default: 1); a padded batch holds as many documents, up to {_MOST_PADDED}",
     )
-    add("--steps", type=whole(1), help="that are measured, after a warm-up (default: 10)")
+    add("--steps", type=Count, help="that are measured, after a warm-up (default: 10)")
     add(
         "--rounds",
-        type=whole(1),
+        type=Count,
         help="in which all runs take turns; the table has the fastest of each (default: 2)",
     )
-    parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
-    parser.add_switch(
-        "--load_in_fp8",
-        "hold the patched model's frozen weights in fp8, on GPUs that have it; the plain one's stay 16-bit",
+    parser.add_option("load_in_4bit")
+    parser.add_option(
+        "load_in_fp8",
+        "hold the patched model's frozen weights in fp8; the plain one's stay 16-bit (default: false)",
     )
     add("--attn_backend", help="of packed attention in the patched model (default: auto)")
-    parser.add_switch(
-        "--use_gradient_checkpointing",
-        "as for training; the plain model recomputes every layer unless it is false",
-        ("offload", "unsloth", "auto"),
+    parser.add_option(
+        "use_gradient_checkpointing",
+        "as for training; the plain model recomputes every layer unless it is false (default: false)",
     )
     parser.add_switch("--json", "print JSON")
     return parser

@@ -2,16 +2,11 @@
 
 from collections.abc import Sequence
 
+from unsloth_pack.config import Parser, json_schema, load, telling_places, train_parser
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.checks import check_file
-from unsloth_pack.recipe.command_line import placed_options, telling_places, values_of
-from unsloth_pack.recipe.flags import add_flags
-from unsloth_pack.recipe.json_schema import json_schema
-from unsloth_pack.recipe.options import TrainOptions
-from unsloth_pack.recipe.origins import lines_with_origins
-from unsloth_pack.recipe.other_trainers import REMEDIES
-from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.recipe.checks import check_file, check_sure
 from unsloth_pack.recipe.resolve import filled_in
+from unsloth_pack.recipe.saved_config import lines_with_origins
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",
@@ -35,21 +30,21 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError(f"config has no action {action!r}; use one of {', '.join(ACTIONS)}")
     if action == "schema":
         Parser(prog="unsloth-pack config schema", description=f"{ACTIONS[action]}.").parse(rest)
-        LastingConsole().show_json(json_schema(TrainOptions))
+        LastingConsole().show_json(json_schema())
         return 0
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    placed = placed_options(_parser(), [*(f"--config={name}" for name in file), *flags])
-    given = values_of(placed)
+    asked = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
+    given = asked.given
     if action == "show":
-        with telling_places(placed):
-            lines = [*map(printable, lines_with_origins(placed, given))]
+        with telling_places(asked):
+            lines = [*map(printable, lines_with_origins(asked))]
         LastingConsole().out(*lines, sep="\n", highlight=False)
         return 0
     if "config" not in given:
         raise InputError("config check is given no file; name one")
-    with telling_places(placed):
+    with telling_places(asked):
         check_file(filled_in(given, may_lack_adapter=True), given)
     print(printable(f"{given['config']}: no mistakes"))
     return 0
@@ -57,11 +52,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
-    parser = Parser(
-        REMEDIES,
+    return train_parser(
         prog="unsloth-pack config",
         usage="unsloth-pack config show|check|schema [FILE] [flags of train]",
         description=f"Look at config files. {actions}. FILE is short for --config FILE.",
     )
-    add_flags(parser, TrainOptions)
-    return parser

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TextIO
 
+from unsloth_pack.config import Parser
+from unsloth_pack.config.values import Count, FilePath, NotNegative
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.data_flags import check_sources
-from unsloth_pack.recipe.kinds import path, real, whole
-from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES
-from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -73,7 +72,7 @@ def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
     parser.add_argument(
         "--model_name",
-        type=path,
+        type=FilePath,
         help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
     parser.add_argument(
@@ -88,15 +87,15 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--max_new_tokens",
-        type=whole(1),
+        type=Count,
         metavar="TOKENS",
         help="length of the longest answer (default: 128)",
     )
     parser.add_argument(
-        "--temperature", type=real(0), help="of sampling; 0 takes the most likely token (default: 0)"
+        "--temperature", type=NotNegative, help="of sampling; 0 takes the most likely token (default: 0)"
     )
-    parser.add_choice("--dtype", DTYPES, f"{DTYPE_HELP} (default: {DTYPE_UNSET})")
-    parser.add_switch("--load_in_4bit", "hold the weights in NF4")
+    parser.add_option("dtype")
+    parser.add_option("load_in_4bit")
     return parser
 
 

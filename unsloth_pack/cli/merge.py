@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
+from unsloth_pack.config import Parser
+from unsloth_pack.config.values import FilePath
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.recipe.folders import check_new_folder
-from unsloth_pack.recipe.kinds import path
-from unsloth_pack.recipe.options import SAVE_METHODS
-from unsloth_pack.recipe.parser import Parser
 from unsloth_pack.recipe.second_stage import LOADED_IN, held_by_run
 
 _AS_TRAINED = "as the run was trained, else false"
@@ -54,15 +53,12 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
     parser.add_argument(
-        "--model_name", type=path, metavar="FOLDER", help="that holds the adapter; has to be given"
+        "--model_name", type=FilePath, metavar="FOLDER", help="that holds the adapter; has to be given"
     )
     parser.add_argument(
-        "--save_path", type=path, metavar="FOLDER", help="to save in; new, or empty; has to be given"
+        "--save_path", type=FilePath, metavar="FOLDER", help="to save in; new, or empty; has to be given"
     )
-    parser.add_choice(
-        "--save_method", SAVE_METHODS, "what is saved; lora is the adapter alone (default: merged_16bit)"
-    )
-    parser.add_switch("--load_in_4bit", "merge into the weights as NF4 holds them", default=_AS_TRAINED)
-    parser.add_switch("--load_in_8bit", "likewise, as 8 bits hold them", default=_AS_TRAINED)
-    parser.add_switch("--load_in_fp8", "likewise, as fp8 holds them", default=_AS_TRAINED)
+    parser.add_option("save_method", "what is saved; lora is the adapter alone (default: merged_16bit)")
+    for name, kind in (("load_in_4bit", "NF4"), ("load_in_8bit", "int8"), ("load_in_fp8", "fp8")):
+        parser.add_option(name, f"merge into the weights as {kind} holds them (default: {_AS_TRAINED})")
     return parser

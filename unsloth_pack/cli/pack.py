@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from unsloth_pack.errors import LAST_SEED, InputError
+from unsloth_pack.config import Parser
+from unsloth_pack.config.options import TrainingOptions
+from unsloth_pack.config.values import Count, FilePath, OneOf, Seed
+from unsloth_pack.errors import InputError
 from unsloth_pack.packing.planner import STRATEGIES
 from unsloth_pack.recipe.data_flags import (
     add_data_flags,
@@ -15,9 +18,6 @@ from unsloth_pack.recipe.data_flags import (
     image_options,
 )
 from unsloth_pack.recipe.folders import check_new_folder
-from unsloth_pack.recipe.kinds import path, whole
-from unsloth_pack.recipe.options import TrainingOptions
-from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -106,23 +106,28 @@ def _parser() -> Parser:
     add_data_flags(parser)
     add(
         "--model_name",
-        type=path,
+        type=FilePath,
         help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
     )
-    add("--max_seq_length", type=whole(1), metavar="TOKENS", help="length of a packed row (default: 2048)")
-    parser.add_num_proc()
-    add("--out", type=path, metavar="DIR", help="to write the packs to; new, or empty; has to be given")
-    parser.add_choice("--strategy", STRATEGIES, "which documents share a row (default: bfd)")
-    parser.add_switch("--train_on_responses_only", "in conversations, train on what the assistant says only")
+    add("--max_seq_length", type=Count, metavar="TOKENS", help="length of a packed row (default: 2048)")
+    parser.add_option("num_proc", "processes that read and tokenise the data (default: one for each core)")
+    add("--out", type=FilePath, metavar="DIR", help="to write the packs to; new, or empty; has to be given")
+    add(
+        "--strategy",
+        type=Annotated[str, OneOf((*STRATEGIES,))],
+        metavar="|".join(STRATEGIES),
+        help="which documents share a row (default: bfd)",
+    )
+    parser.add_option("train_on_responses_only")
     add(
         "--seed",
-        type=whole(0, LAST_SEED),
+        type=Seed,
         help="plan over the documents in a random order of this seed (default: in their own order), and mix "
         "data sets by it (default: by 3407, as for training)",
     )
     add(
         "--rows_per_shard",
-        type=whole(1),
+        type=Count,
         metavar="ROWS",
         help="rows of a file (default: as many as make 256 MiB)",
     )

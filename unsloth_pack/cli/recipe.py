@@ -1,18 +1,23 @@
 """`unsloth-pack recipe`: the config files that come with the package."""
 
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
+import yaml
+
+from unsloth_pack.config import Parser
+from unsloth_pack.config.files import BASE
+from unsloth_pack.config.values import FilePath
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.kinds import path
-from unsloth_pack.recipe.library import copy_recipe, recipe_names, recipe_text, summary_of
-from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.recipe.folders import check_writable
 
 ACTIONS = {
     "list": "name every recipe, and what it is for",
     "show": "print the file of one",
     "copy": "copy it, and the files that it builds on, into a folder (default: this one), or as FILE.yaml",
 }
+_FOLDER = files("unsloth_pack") / "recipes"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -28,23 +33,17 @@ def run(arguments: Sequence[str]) -> int:
     if action == "list":
         if name is not None:
             raise InputError(f"recipe list takes no name and is given {name!r}; give it to show or copy")
-        _list()
+        width = max(map(len, recipe_names()))
+        print(*(f"{each:{width}}  {summary_of(each)}" for each in recipe_names()), sep="\n")
     elif name is None:
         raise InputError(f"recipe {action} is given no name; choose one of {', '.join(recipe_names())}")
     elif action == "show":
         print(recipe_text(name), end="")
     else:
-        copied = copy_recipe(name, Path(given.get("target") or "."))
-        also = f" (with {', '.join(str(each) for each in copied[1:])})" if copied[1:] else ""
+        copied = _copy(name, Path(given.get("target") or "."))
+        also = f" (with {', '.join(map(str, copied[1:]))})" if copied[1:] else ""
         print(printable(f"copied to {copied[0]}{also}; run it with: unsloth-pack --config {copied[0]}"))
     return 0
-
-
-def _list() -> None:
-    names = recipe_names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}}  {summary_of(name)}")
 
 
 def _parser() -> Parser:
@@ -57,6 +56,76 @@ def _parser() -> Parser:
     parser.add_argument("action", nargs="?", metavar="ACTION", help="list, show or copy (default: list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of a recipe, as list prints it")
     parser.add_argument(
-        "target", nargs="?", type=path, metavar="FOLDER", help="to copy into, or FILE.yaml (default: .)"
+        "target", nargs="?", type=FilePath, metavar="FOLDER", help="to copy into, or FILE.yaml (default: .)"
     )
     return parser
+
+
+def recipe_names() -> list[str]:
+    """The names of all recipes."""
+    names = [file.name for file in _FOLDER.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The file of a recipe.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    name = name.removesuffix(".yaml")
+    if name not in recipe_names():
+        raise InputError(f"there is no recipe {name!r}; choose one of {', '.join(recipe_names())}")
+    return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def summary_of(name: str) -> str:
+    """What a recipe is for: its first line."""
+    return recipe_text(name).partition("\n")[0].removeprefix("# ")
+
+
+def _copy(name: str, target: Path) -> list[Path]:
+    """Copy a recipe and the files that it builds on; a file that is there with the same content stays.
+
+    Args:
+        target: a folder, which may be new; or a name for the recipe's own file, which ends in .yaml or .yml.
+
+    Returns:
+        The files, the recipe's own first.
+
+    Raises:
+        InputError: there is no such recipe, another file of that name is there, or nothing can be written.
+    """
+    is_file = target.suffix in (".yaml", ".yml") and not target.is_dir()
+    folder = target.parent if is_file else target
+    check_writable("folder", folder)
+    names = [f"{name.removesuffix('.yaml')}.yaml"]
+    for each in names:  # grows on the way
+        bases = yaml.safe_load(recipe_text(each)).get(BASE, [])
+        names += [bases] if isinstance(bases, str) else bases
+    paths = [target if is_file else folder / names[0], *(folder / each for each in names[1:])]
+    if paths[0] in paths[1:]:
+        raise InputError(f"{str(paths[0])!r} is a file that the recipe builds on; give another name")
+    texts = dict(zip(paths, map(recipe_text, names), strict=True))
+    try:
+        new = [path for path, text in texts.items() if not _holds(path, text)]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            with path.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(texts[path])
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot hold the recipe ({error}); give another folder") from None
+    return paths
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file holds this text; False if it is not there.
+
+    Raises:
+        InputError: something else is there.
+    """
+    if not path.exists() and not path.is_symlink():
+        return False
+    if path.is_file() and path.read_bytes() == text.encode():
+        return True
+    raise InputError(f"{str(path)!r} is there already; give another folder, or move it")

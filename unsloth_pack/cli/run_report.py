@@ -35,7 +35,7 @@ from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 if TYPE_CHECKING:
     from trl import SFTConfig
 
-    from unsloth_pack.recipe.options import TrainOptions
+    from unsloth_pack.config import TrainOptions
     from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.html import ImageSeen, PackedRowSeen
     from unsloth_pack.training.trainer import RunTrainer

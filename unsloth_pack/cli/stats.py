@@ -1,12 +1,16 @@
 """`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
 
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from unsloth_pack.errors import LAST_SEED, InputError
+from pydantic import BeforeValidator
+
+from unsloth_pack.config import Parser
+from unsloth_pack.config.options import TrainingOptions
+from unsloth_pack.config.values import Count, FilePath, Seed
+from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.data_flags import (
     add_data_flags,
     add_image_flags,
@@ -15,9 +19,6 @@ from unsloth_pack.recipe.data_flags import (
     image_options,
 )
 from unsloth_pack.recipe.folders import check_picture
-from unsloth_pack.recipe.kinds import path, whole
-from unsloth_pack.recipe.options import TrainingOptions
-from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,75 +83,71 @@ def _parser() -> Parser:
     add_data_flags(parser)
     add(
         "--seed",
-        type=whole(0, LAST_SEED),
+        type=Seed,
         help="of what a mixture of data sets draws (default: 3407, as for training)",
     )
     add(
         "--model_name",
-        type=path,
+        type=FilePath,
         help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
     )
-    parser.add_num_proc()
-    add("--binsize", type=whole(1), metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
+    parser.add_option("num_proc", "processes that read and tokenise the data (default: one for each core)")
+    add("--binsize", type=Count, metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
     add(
         *("--pack_lengths", "--pack-lengths"),
-        type=_caps,
+        type=Annotated[tuple[Count, ...], BeforeValidator(lambda text: text.split(","))],
         metavar="TOKENS,...",
         help="row lengths to forecast (default: --max_seq_length, else 1024,2048,4096)",
     )
     add(
         "--max_seq_length",
-        type=whole(1),
+        type=Count,
         metavar="TOKENS",
         help="a row length to forecast, as for training (default: none)",
     )
     add(
         "--world_size",
         "--world-size",
-        type=whole(1),
+        type=Count,
         metavar="RANKS",
         help="processes that share the rows (default: 1)",
     )
     add(
         *("--per_device_train_batch", "--per-device-train-batch"),
-        type=whole(1),
+        type=Count,
         metavar="ROWS",
         help="rows of a micro-batch (default: 1)",
     )
     add(
         *("--target_effective", "--target-effective"),
-        type=whole(1),
+        type=Count,
         metavar="DOCUMENTS",
         help="documents that an update should see (default: 32)",
     )
     add(
         *("--image_sizes", "--image-sizes"),
-        type=_sizes,
+        type=Annotated[tuple[tuple[Count, Count], ...], BeforeValidator(_sizes)],
         metavar="HxW,...",
         help="heights and widths in pixels: forecast as if every document held such images (default: none)",
     )
-    add("--vision_patch", type=whole(1), metavar="PIXELS", help="side of a vision patch (default: 16)")
+    add("--vision_patch", type=Count, metavar="PIXELS", help="side of a vision patch (default: 16)")
     add(
         "--vision_merge",
-        type=whole(1),
+        type=Count,
         metavar="PATCHES",
         help="side of the square of patches that is one token (default: 2)",
     )
     add_image_flags(parser, may_shrink=False)
     parser.add_switch("--json", "print JSON")
-    add("--png", type=path, metavar="FILE", help="also draw the histogram into this file (default: none)")
+    add("--png", type=FilePath, metavar="FILE", help="also draw the histogram into this file (default: none)")
     return parser
 
 
-def _caps(text: str) -> tuple[int, ...]:
-    return tuple(map(whole(1), text.split(",")))
-
-
-def _sizes(text: str) -> tuple[tuple[int, int], ...]:
+def _sizes(text: str) -> list[list[str]]:
     sizes = [size.split("x") for size in text.lower().split(",")]
     if any(len(size) != 2 for size in sizes):
-        raise ArgumentTypeError(f"got {text!r}; give heights and widths in pixels, such as 1024x768,512x512")
-    return tuple((whole(1)(height), whole(1)(width)) for height, width in sizes)
+        raise ValueError("heights and widths in pixels, such as 1024x768,512x512")
+    return sizes
 
 
 def _image_tokens(given: dict[str, Any]) -> int:

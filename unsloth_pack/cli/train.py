@@ -23,11 +23,10 @@ from unsloth_pack.cli.run_errors import (
     report_nonfinite,
     resume_hint,
 )
+from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.forked import children_end_with_this_process
 from unsloth_pack.recipe import run_folder
-from unsloth_pack.recipe.checks import check_first, check_here
-from unsloth_pack.recipe.command_line import placed_options, telling_places, train_parser, values_of
-from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.checks import check_first, check_here, check_sure
 from unsloth_pack.recipe.hub import upload
 from unsloth_pack.recipe.machine import (
     check_launcher,
@@ -36,7 +35,6 @@ from unsloth_pack.recipe.machine import (
     versions,
     wait_for_all,
 )
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import filled_in
 from unsloth_pack.recipe.saved_config import save_config
 
@@ -62,9 +60,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
-    placed = placed_options(train_parser(epilog), arguments)
-    with telling_places(placed):
-        given = values_of(placed)
+    asked = load(arguments, train_parser(epilog=epilog), check_sure)
+    with telling_places(asked):
+        given = asked.given
         options = filled_in(given, may_lack_adapter=True)  # which is told with the other mistakes
         check_first(options, given)
         check_launcher()

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.errors import LAST_SEED
+from unsloth_pack.config import Parser
+from unsloth_pack.config.values import Count, FilePath, Seed
 from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
-from unsloth_pack.recipe.kinds import path, whole
-from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES, RECOMPUTING
-from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,25 +62,24 @@ def _parser() -> Parser:
     add = parser.add_argument
     add(
         "--model_name",
-        type=path,
+        type=FilePath,
         help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
     add_data_flags(parser, "data whose documents are packed, as for training (default: random tokens)")
     add(
         "--max_seq_length",
-        type=whole(1),
+        type=Count,
         metavar="TOKENS",
         help=f"length of the row (default: {_ROOM}, or the model's positions if it has fewer)",
     )
-    parser.add_choice("--dtype", DTYPES, f"{DTYPE_HELP} (default: {DTYPE_UNSET})")
-    parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
-    parser.add_switch("--load_in_8bit", "hold the frozen weights in int8")
-    parser.add_switch("--load_in_fp8", "hold the frozen weights in fp8, on GPUs that have it")
+    parser.add_option("dtype")
+    for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+        parser.add_option(name)
     add("--attn_backend", help="what computes attention, as for training (default: auto)")
-    parser.add_switch("--use_gradient_checkpointing", "as for training", RECOMPUTING)
+    parser.add_option("use_gradient_checkpointing")
     add(
         "--seed",
-        type=whole(0, LAST_SEED),
+        type=Seed,
         help="seed of the random tokens and of the adapter (default: 3407)",
     )
     parser.add_switch("--json", "print JSON")

@@ -8,16 +8,25 @@ from importlib.util import find_spec
 from typing import Any
 
 from unsloth_pack.checkpoints.names import MODEL_CONFIG
+from unsloth_pack.config import flat
+from unsloth_pack.config.options import TrainingOptions, TrainOptions
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole, written
-from unsloth_pack.recipe.flags import flat
+from unsloth_pack.errors import (
+    Check,
+    InputError,
+    about,
+    at_once,
+    first_line,
+    mistakes_of,
+    require_whole,
+    written,
+)
 from unsloth_pack.recipe.hub import check_hub, check_repository
 from unsloth_pack.recipe.image_checks import check_images_together, refuse_image_options
 from unsloth_pack.recipe.library_names import names_in
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
 from unsloth_pack.recipe.optimizers import check_masters, check_rounding, check_settings, check_updates
-from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 from unsloth_pack.recipe.paths import check_paths
 from unsloth_pack.recipe.resolve import check_given, with_optimizer
 from unsloth_pack.recipe.run_folder import check_folders
@@ -66,6 +75,31 @@ def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
 
             checks.append(lambda: _check_fits(load_config(source), options))
     at_once(checks)
+
+
+def check_sure(options: TrainOptions, wrong: Collection[str]) -> None:
+    """Refuse contradictions and unknown names that are sure although other options are wrong, all at once.
+
+    Args:
+        options: those that are right.
+        wrong: names of the others, and of options that misspelt names may mean.
+
+    Raises:
+        InputError: names the options and the remedy.
+    """
+    given, told = options.given, [*wrong]
+    if "lr_scheduler_type" not in given:
+        told.append("lr_scheduler_type")  # the demo has another default, and who knows whether it is meant
+
+    def contradictions() -> Iterator[InputError]:
+        """Of options that are all given: what lacks an option may lack a misspelt one."""
+        try:
+            check_anywhere(options, given)
+        except InputError as error:
+            about = [(each, {name.partition(".")[0] for name in each.about}) for each in mistakes_of(error)]
+            yield from (each for each, names in about if len(names) > 1 and names <= given.keys())
+
+    at_once([partial(check_names, options, given, told), contradictions])
 
 
 def check_first(options: TrainOptions, given: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pyarrow import Table
 from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.checkpoints import loading
+from unsloth_pack.config.options import DataOptions
 from unsloth_pack.data import check_token_ids
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.formats import Conversion
@@ -21,7 +22,6 @@ from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images
-from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.named_data import first_rows, training_sets
 from unsloth_pack.training.trainer import training_template

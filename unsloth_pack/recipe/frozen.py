@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from unsloth_pack.config.options import AdapterOptions
 from unsloth_pack.errors import InputError
 from unsloth_pack.modules.walk import compile_patterns
-from unsloth_pack.recipe.options import AdapterOptions
 from unsloth_pack.recipe.second_stage import adapted_by_options, modules_meant
 
 

@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from unsloth_pack.config import TrainOptions, flat
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.errors import InputError, at_once, written
-from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.image_options import ImageOptions
-from unsloth_pack.recipe.options import TrainOptions
 
 _RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from unsloth_pack.chat_templates.answers import answers_of
 from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.token_counts import TokenLedger
@@ -38,7 +39,6 @@ from unsloth_pack.images.processor import (
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
 from unsloth_pack.recipe.image_checks import refuse_image_options
-from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _BATCH = 1000  # documents whose tokens are looked at at a time

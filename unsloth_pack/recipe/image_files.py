@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES
@@ -15,7 +16,6 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import source_from_record
 from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.recipe.image_data import ImagePreparation
-from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 from unsloth_pack.training.streaming import RowStream
 

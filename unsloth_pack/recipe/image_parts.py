@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.errors import InputError
 from unsloth_pack.lora.targets import NO_LAYERS, limit_to_text_model, list_expert_layers
 from unsloth_pack.lora.vision_targets import (
@@ -13,7 +14,6 @@ from unsloth_pack.lora.vision_targets import (
     list_tower_layers,
     vision_targets,
 )
-from unsloth_pack.recipe.image_options import ImageOptions
 
 _FROZEN = {"tower": "freeze_vit", "aligner": "freeze_aligner", "decoder": "freeze_llm"}
 

@@ -18,10 +18,9 @@ from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
 from unsloth_pack.checkpoints.loading import weight_dtype
 from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.checkpoints.saving import save_in_own_dtype
+from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.images.processor import pick_processor
-from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import is_main_process, wait_for_all
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.second_stage import held_by_run
 from unsloth_pack.training.checkpoints import last_checkpoint
 

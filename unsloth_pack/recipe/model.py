@@ -4,13 +4,12 @@ from typing import Any
 
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.checkpoints.new_tokens import add_to_model, rows_to_train
+from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.errors import InputError, about
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.modules.walk import train_only
-from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_parts import freeze_parts, with_parts
 from unsloth_pack.recipe.merged_base import load_merged_base
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.what_trains import adapter_arguments
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unsloth_pack.config.options import DataOptions
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.data_options import DataOptions
 
 Named = str | Sequence[Mapping[str, Any]]
 

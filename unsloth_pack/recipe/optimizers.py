@@ -3,30 +3,29 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.config.options import TrainingOptions, TrainOptions
+from unsloth_pack.config.values import Count, NotNegative, Positive, Refused, Share, read_as
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.recipe.kinds import Kind, Refused, boolean, real, shown, whole
 from unsloth_pack.recipe.library_names import names_in
 from unsloth_pack.recipe.machine import count_processes
-from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 
 if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-Settings = Mapping[str, Kind]
+Settings = Mapping[str, Any]  # types of values
 
-_share, _above_0 = real(0, below=1), real(above=0)
-_BETAS: Settings = {"beta1": _share, "beta2": _share}
-_ADAM: Settings = {**_BETAS, "eps": _above_0}
-_LOW_BITS: Settings = {**_ADAM, "block_size": whole(1), "bf16_stochastic_round": boolean}
+_BETAS: Settings = {"beta1": Share, "beta2": Share}
+_ADAM: Settings = {**_BETAS, "eps": Positive}
+_LOW_BITS: Settings = {**_ADAM, "block_size": Count, "bf16_stochastic_round": bool}
 _ADEMAMIX: Settings = {
     **_ADAM,
-    "beta3": _share,
-    "alpha": real(0),
-    "t_alpha": whole(1),
-    "t_beta3": whole(1),
+    "beta3": Share,
+    "alpha": NotNegative,
+    "t_alpha": Count,
+    "t_beta3": Count,
 }
-_SCHEDULE_FREE: Settings = {"weight_lr_power": real(0), "r": real(0)}
+_SCHEDULE_FREE: Settings = {"weight_lr_power": NotNegative, "r": NotNegative}
 
 # What transformers reads of `optim_args`, and our names of its arguments adam_*. Other settings than these it
 # passes over in silence, or hands on as text.
@@ -47,10 +46,10 @@ SETTINGS: Mapping[str, Settings] = {
     "ademamix_8bit": _ADEMAMIX,
     "paged_ademamix_32bit": _ADEMAMIX,
     "paged_ademamix_8bit": _ADEMAMIX,
-    "sgd": {"momentum": _share, "dampening": _share, "nesterov": boolean},
-    "adagrad": {"lr_decay": real(0), "eps": _above_0},
-    "rmsprop": {"momentum": _share, "alpha": _share, "eps": _above_0, "centered": boolean},
-    "stable_adamw": {**_ADAM, "max_lr": _above_0},
+    "sgd": {"momentum": Share, "dampening": Share, "nesterov": bool},
+    "adagrad": {"lr_decay": NotNegative, "eps": Positive},
+    "rmsprop": {"momentum": Share, "alpha": Share, "eps": Positive, "centered": bool},
+    "stable_adamw": {**_ADAM, "max_lr": Positive},
     "schedule_free_adamw": {**_ADAM, **_SCHEDULE_FREE},
     "schedule_free_radam": {**_ADAM, **_SCHEDULE_FREE},
     "schedule_free_sgd": _SCHEDULE_FREE,
@@ -77,11 +76,10 @@ def check_settings(training: TrainingOptions) -> Iterator[InputError]:
             )
             continue
         try:
-            takes[name](value)
+            read_as(takes[name], value)
         except Refused as error:
-            yield InputError(
-                f"optim_args has {name} {shown(value)}; give {error.wanted}", about=f"optim_args.{name}"
-            )
+            why = str(error).removeprefix("got ")
+            yield InputError(f"optim_args has {name} {why}", about=f"optim_args.{name}")
 
 
 def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
@@ -93,7 +91,11 @@ def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
     import torch
 
     is_full, settings = options.adapter.tuning == "full", options.training.optim_args or {}
-    if _ROUNDING in settings and boolean(settings[_ROUNDING]) and not (is_full and dtype == torch.bfloat16):
+    if (
+        _ROUNDING in settings
+        and read_as(bool, settings[_ROUNDING])
+        and not (is_full and dtype == torch.bfloat16)
+    ):
         trains = (
             f"dtype is {str(dtype).removeprefix('torch.')}" if is_full else "an adapter trains in float32"
         )
@@ -177,7 +179,7 @@ def check_masters(options: TrainOptions, dtype: "torch.dtype") -> None:
 def arguments_of(training: TrainingOptions) -> dict[str, Any]:
     """The settings of the optimizer, as transformers' `TrainingArguments` call them."""
     takes, given = SETTINGS.get(str(training.optim), {}), training.optim_args or {}
-    read = {name: takes[name](value) for name, value in given.items()}
+    read = {name: read_as(takes[name], value) for name, value in given.items()}
     is_adam = _BETAS.keys() <= takes.keys()  # others read an eps of their own
     arguments: dict[str, Any] = {
         _OF_ADAM[name]: value for name, value in read.items() if is_adam and name in _OF_ADAM

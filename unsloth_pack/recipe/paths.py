@@ -5,9 +5,9 @@ from functools import partial
 
 from unsloth_pack.checkpoints.places import check_model_there, is_adapter
 from unsloth_pack.checkpoints.token_file import read_new_tokens
+from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.recipe.named_data import evaluation_sets, training_sets
-from unsloth_pack.recipe.options import TrainOptions
 
 
 def check_paths(options: TrainOptions) -> None:

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
+from unsloth_pack.config import TrainOptions, flat
+from unsloth_pack.config.options import DataOptions
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.mixture import Mixture, Part
@@ -20,7 +22,6 @@ from unsloth_pack.errors import Together, about
 from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.dataset import pack_documents
-from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.documents import (
     OpenedStream,
     RowsOfSet,
@@ -32,14 +33,12 @@ from unsloth_pack.recipe.documents import (
     open_training_data,
     stream_documents,
 )
-from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_data import ImagePreparation, image_ids_of, takes_images
 from unsloth_pack.recipe.image_files import check_files_of_packs, check_images
 from unsloth_pack.recipe.image_stream import PreparedStream, refusing
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
 from unsloth_pack.recipe.run_images import (
     images_of_run,

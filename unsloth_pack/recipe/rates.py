@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from unsloth_pack.checkpoints.new_tokens import rows_to_train
+from unsloth_pack.config.options import AdapterOptions, TrainOptions
 from unsloth_pack.errors import at_once
-from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 from unsloth_pack.recipe.second_stage import adapted_by, adapted_by_options, modules_meant, saved_config
 from unsloth_pack.training.optimizers import (
     LearningRates,

@@ -3,20 +3,19 @@
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.config import TrainOptions, changed, flat, load, read_record, telling_places
+from unsloth_pack.config.options import DataOptions, TrainingOptions
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, about, at_once, written
 from unsloth_pack.packing import find_packs, read_manifest
-from unsloth_pack.recipe.data_options import DataOptions
-from unsloth_pack.recipe.flags import build, changed, flat, read_values
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.named_data import Named, paths_of, with_paths
-from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 from unsloth_pack.recipe.second_stage import check_init_adapter, saved_config, with_init_adapter
 from unsloth_pack.recipe.what_trains import check_of_an_adapter
 
@@ -30,6 +29,20 @@ SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
+
+
+def read_options(arguments: Sequence[str]) -> TrainOptions:
+    """The options of a run, with all defaults filled in but those that depend on the device.
+
+    A value comes from the command line, else from the config file, else from the run that is resumed or from
+    the demo, else it is the default.
+
+    Raises:
+        InputError: as `load` and `resolve`.
+    """
+    asked = load(arguments)
+    with telling_places(asked):
+        return resolve(asked.given)
 
 
 def resolve(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> TrainOptions:
@@ -65,7 +78,7 @@ def filled_in(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> Tr
         InputError: the resumed run is missing or was started otherwise, or an option contradicts packed rows.
     """
     resumed = _resumed_run(given) if given.get("resume") else {}
-    options = build(TrainOptions, resumed or _demo_values(given), given)
+    options = changed(TrainOptions(), {**(resumed or _demo_values(given)), **given})
     asked = {**resumed, **given}
     adapter = options.adapter.init_adapter
     if not (may_lack_adapter and adapter is not None and not os.path.exists(adapter)):
@@ -99,8 +112,8 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(given["output_dir"])
     known = flat(TrainOptions()).keys() - {"overwrite_output_dir"}  # which was done when the run began
     recorded = {name: value for name, value in read_config(folder).items() if name in known}
-    read = read_values(TrainOptions, recorded, f"{folder}: no configuration of a run to resume")
-    started_with = flat(build(TrainOptions, read))
+    read = read_record(recorded, f"{folder}: no configuration of a run to resume")
+    started_with = flat(changed(TrainOptions(), read))
     found = _found_again(started_with, read_cwd(folder), folder)
     for name, value in given.items():
         was = started_with[name]
@@ -153,7 +166,7 @@ def _are_one_path(one: str, other: str) -> bool:
 
 def _demo_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of a demo, if a bundled model runs on its own data. It does unless other data is given."""
-    options = build(TrainOptions, given)
+    options = changed(TrainOptions(), given)
     name, adapter = options.model.model_name, options.adapter.init_adapter
     if adapter is not None and os.path.exists(adapter):
         name = saved_config(adapter)["base_model_name_or_path"]

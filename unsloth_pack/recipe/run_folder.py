@@ -19,12 +19,12 @@ from unsloth_pack.checkpoints.names import (
     holds_model,
     model_files,
 )
+from unsloth_pack.config import TrainOptions
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.recipe.folders import check_new_folder, check_writable
 from unsloth_pack.recipe.machine import count_processes, is_main_process
 from unsloth_pack.recipe.named_data import name_of, paths_of
-from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.saved_config import is_of_a_run
 from unsloth_pack.recipe.second_stage import check_merged_base, has_merged_base
 from unsloth_pack.report.metrics import FILE_NAME

@@ -8,13 +8,13 @@ from datasets import Dataset
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.config import TrainOptions, changed
 from unsloth_pack.data.cache import cores
 from unsloth_pack.images.prepared import holds_images, without_images
 from unsloth_pack.images.processor import find_processor_folder
 from unsloth_pack.images.tokens import IMAGE_TOKENS
 from unsloth_pack.packing import read_manifest
 from unsloth_pack.recipe.documents import RowsOfSet
-from unsloth_pack.recipe.flags import changed
 from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
 from unsloth_pack.recipe.image_data import (
     ImagePreparation,
@@ -25,7 +25,6 @@ from unsloth_pack.recipe.image_data import (
     refuse_image_tokens,
     takes_images,
 )
-from unsloth_pack.recipe.options import TrainOptions
 
 _MOST_WORKERS = 8  # that decode images, unless the options say how many
 

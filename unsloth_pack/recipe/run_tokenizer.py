@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer
 from unsloth_pack.checkpoints.token_file import read_new_tokens
+from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import InputError, about
 from unsloth_pack.recipe.documents import load_tokenizer
-from unsloth_pack.recipe.options import TrainOptions
 
 
 def tokenizer_of_run(options: TrainOptions) -> PreTrainedTokenizerBase:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MERGED_BASE, MODEL_CONFIG
+from unsloth_pack.config import changed, flat
+from unsloth_pack.config.options import AdapterOptions, TrainOptions
 from unsloth_pack.errors import InputError, about, written
-from unsloth_pack.recipe.flags import changed, flat
-from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
 # Options of an adapter that its configuration has under the same names
 _OF_ITS_OWN = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora")

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.recipe.machine import count_processes
-from unsloth_pack.recipe.options import TrainOptions
 
 # transformers' `fsdp_config`; `_fsdp_config` adds the version and the wrapping
 FSDP_PRESETS: dict[str, dict[str, Any]] = {

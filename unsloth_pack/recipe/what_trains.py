@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from unsloth_pack.config import flat
+from unsloth_pack.config.options import AdapterOptions, TrainOptions
 from unsloth_pack.errors import Check, InputError, at_once, written
-from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
 # What makes no sense where no adapter is made, and is kept where one goes on
 OF_AN_ADAPTER = (

@@ -1,0 +1,50 @@
+"""What to write in place of a name that no option has."""
+
+import difflib
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import yaml
+
+_FILE = files("unsloth_pack") / "config" / "other_trainers.yaml"
+
+
+class OtherTrainers(NamedTuple):
+    """Names of other trainers: our name or what to do by their name, what to do by their section."""
+
+    same: dict[str, str]
+    instead: dict[str, str]
+    sections: dict[str, str | None]
+
+
+@cache
+def other_trainers() -> OtherTrainers:
+    """The names in `other_trainers.yaml`."""
+    tables = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    same, instead = (
+        {name: key for key, names in tables[each].items() for name in names.split()}
+        for each in ("same", "instead")
+    )
+    return OtherTrainers(same, instead, tables["sections"])
+
+
+def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> tuple[str, str] | None:
+    """What to write in place of `name`, and the option that was meant or ""; None where nobody can tell.
+
+    Args:
+        name: may be nested: `rlhf.beta`.
+        known: names of options.
+        spell: how an option is named in the answer.
+    """
+    same, instead, sections = other_trainers()
+    whole = name.strip("-").replace("-", "_").lower()
+    group, _, last = whole.rpartition(".")
+    meant = last if group in sections and last in known and whole not in (*same, *instead) else ""
+    for each in dict.fromkeys((whole, last)):
+        if not meant and each in instead:
+            return instead[each], ""
+        meant = meant or (same.get(each, "") if same.get(each) in known else "")
+    meant = meant or next(iter(difflib.get_close_matches(whole, known, 1, 0.75)), "")
+    return (f"did you mean {spell(meant)}?", meant) if meant else None
