@@ -255,7 +255,7 @@ def test_where_nobody_can_tell_the_help_does(refused):
             "--target_modules: given twice",
             "its values with com",
         ),
-        (["--freeze_modules=a", "--freeze_modules=b"], "--freeze_modules: given twice", "as one JSON value"),
+        (["--freeze_modules=a", "--freeze_modules=b"], "--freeze_modules: given twice", "or as JSON"),
         (
             ["--target_modules", "a", "b"],
             "unknown argument 'b'",

@@ -249,7 +249,7 @@ def test_a_column_alone_is_left_out_everywhere(flags):
 def test_a_file_that_builds_on_itself_is_told_where_the_circle_closes():
     write(one="base_config: two.yaml\n", two="r: 4\nbase_config: sub/three.yaml\n")
     write(sub__three="base_config: ../one.yaml\n")
-    what = "sub/three.yaml:1: base_config is '../one.yaml', which builds on this file"
+    what = "sub/three.yaml:1: base_config is '../one.yaml': it builds on this file"
     with pytest.raises(Mistakes, match=f"^{what}; remove it from one of them$"):
         given("--config=one.yaml")
     Path("link.yaml").symlink_to("run.yaml")

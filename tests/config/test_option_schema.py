@@ -98,6 +98,8 @@ def test_an_option_says_what_its_type_says_at_the_top_and_in_its_section(name, v
     assert at_the_top.get("default") == option.default
     assert validator.is_valid({name: option.default})
     assert validator.is_valid({name: None})
+    if isinstance(option.default, int | float):
+        assert validator.is_valid({name: str(option.default).lower()})  # in quotes
     for value in VALUES:
         file.write_text(json.dumps({name: value}))
         try:

@@ -205,7 +205,7 @@ def test_all_flags_that_are_wrong_are_told_at_once():
         (["--dataset=a", "--dataset=b"], "given twice; give it once, its values with commas between them"),
         (
             ["--loftq_config={}", "--loftq_config={}"],
-            "given twice; give it once, its values as one JSON value",
+            "given twice; give it once, its values with commas",
         ),
         (
             ["--target_modules", "q_proj", "v_proj"],

@@ -258,12 +258,12 @@ CONFIGS = [
     config("not a number", "learning_rate: .nan\n", "run.yaml:1: learning_rate is nan"),
     config("infinity", "learning_rate: .inf\n", "run.yaml:1: learning_rate is inf"),
     config("itself", "base_config: run.yaml\n", "run.yaml:1: base_config .* builds on this file"),
-    config("debug", "debug: true\n", "run.yaml:1: debug cannot be set in a file"),
+    config("debug", "debug: true\n", "run.yaml:1: debug is unknown"),
     config("another name for a flag twice", "r: 4\nr: 8\n", "run.yaml:2: r is there twice, first in line 1"),
     config("a name for itself", "r: &a [*a]\n", "run.yaml"),
     config("deep", "r: " + "[" * 5000, "run.yaml"),
     config("two documents", "r: 4\n---\nr: 8\n", "run.yaml:2: not yaml .*another document"),
-    config("help", "help: true\n", "run.yaml:1: help cannot be set in a file"),
+    config("help", "help: true\n", "run.yaml:1: help is unknown"),
 ]
 
 

@@ -97,7 +97,7 @@ def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     os.mkfifo(tmp_path / "base.yaml")
     (tmp_path / "other.yaml").write_text("base_config: base.yaml\n")
     whole = "unsloth-pack: config is 'run.yaml': no ordinary file; check the path"
-    base = "other.yaml:1: base_config is 'base.yaml': no ordinary file; check the path, which begins at this"
+    base = "other.yaml:1: base_config is 'base.yaml': no ordinary file; check the path from this"
     for name, line in (("run.yaml", whole), ("other.yaml", f"{base} file's folder")):
         done = command_line(f"--config={name}", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (2, f"{line}\n")

@@ -308,8 +308,8 @@ def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
     [
         ("gone.jsonl", "gone.jsonl: file not found"),
         ({"path": "alpaca.json", "wieght": 2}, "item 2, wieght is unknown; use path, split, limit"),
-        ({"path": "alpaca.json", "weight": 0}, "as weight of item 2 (alpaca.json) a number above 0"),
-        ({"weight": 2}, "item 2 a path"),
+        ({"path": "alpaca.json", "weight": 0}, "item 2, weight is 0; give a number above 0"),
+        ({"weight": 2}, "item 2, path is missing"),
         ("empty.jsonl", "empty.jsonl: 0 rows"),
         ("empty.txt", "empty.txt: "),
         ("asked.jsonl", "asked.jsonl: no known data format has the columns question (str), answer (str)"),

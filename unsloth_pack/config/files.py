@@ -10,8 +10,7 @@ Mappings are merged deeply, all else replaces what the base file says, and null 
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +18,25 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from unsloth_pack.config.names import other_trainers, suggest
-from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Option
+from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS
 from unsloth_pack.config.values import mapping, shown, spelt
 from unsloth_pack.config.yaml12 import Loader
 
 BASE = "base_config"
-_FLAGS_ONLY = {"config": f"name the other file in {BASE}"}
-_FLAGS_ONLY |= dict.fromkeys(("debug", "help"), "give it on the command line")
-_NAMES = {**OPTIONS, **{alias: OPTIONS[name] for alias, name in ALIASES.items()}}
-
-
-@dataclass
-class Source:
-    """What one file, or the command line, says.
-
-    Args:
-        file: its path; "" for the command line.
-        values: by the names of the options; None restores the default.
-        lines: of the options and of their parts: `dataset.1.path`.
-        mistakes: lines and what is wrong there.
-        wrong: the options that mistakes are about, or that were meant.
-    """
-
-    file: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
-    mistakes: list[tuple[int, str]] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)
-
-    def note(self, line: int, mistake: str, option: str = "") -> None:
-        self.mistakes.append((line, mistake))
-        self.wrong.add(option)
+_NAMES = {name: name for name in OPTIONS if name != "config"} | ALIASES
 
 
 def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two mappings. `upper` wins, and its names come first: of patterns the first match counts."""
-    both = {
-        name: merged(lower[name], value)
-        if isinstance(value, dict) and isinstance(lower.get(name), dict)
-        else value
-        for name, value in upper.items()
-    }
-    return {**both, **{name: value for name, value in lower.items() if name not in both}}
+    both = {**upper, **{name: value for name, value in lower.items() if name not in upper}}
+    for name in upper.keys() & lower.keys():
+        if isinstance(upper[name], dict) and isinstance(lower[name], dict):
+            both[name] = merged(lower[name], upper[name])
+    return both
 
 
-def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator[Source]:
-    """A file, then its base files, those that win first.
+def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator["Source"]:
+    """Read a file, then its base files, those that win first.
 
     Args:
         above: the real paths of files that build on this one.
@@ -75,149 +47,151 @@ def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator[Source]:
     if path.exists() and not path.is_file():  # reading it may never end
         raise OSError(None, "no ordinary file")
     source, real = Source(str(path)), (*above, os.path.realpath(path))
-    bases = _Reader(source).read(path.read_bytes())
+    bases = source.read(path.read_bytes())
     yield source
     for base, line in reversed(bases):
-        below = path.parent / os.path.expanduser(base)
+        below, why = path.parent / os.path.expanduser(base), ""
         try:
             if os.path.realpath(below) in real:
-                source.note(
-                    line, f"{BASE} is {base!r}, which builds on this file; remove it from one of them"
-                )
+                why = "it builds on this file; remove it from one of them"
             else:
                 yield from read_files(below, real)
         except (OSError, ValueError) as error:
-            source.note(
-                line, f"{BASE} is {base!r}: {why_not_open(error)}; check the path from this file's folder"
-            )
+            why = f"{why_not_open(error)}; check the path from this file's folder"
+        if why:
+            source.note(line, f"{BASE} is {base!r}: {why}")
 
 
 def why_not_open(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or "no name of a file"
 
 
-class _Reader:
-    """Reads the options of one file into its source."""
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
 
-    def __init__(self, source: Source):
-        self.source = source
+
+class Source:
+    """What one file, or the command line, says.
+
+    Attributes:
+        values: by the names of the options; None restores the default.
+        lines: of the options and of their parts: `dataset.1.path`.
+        mistakes: lines and what is wrong there.
+        wrong: the options that mistakes are about, or that were meant.
+    """
+
+    def __init__(self, file: str = "", values: Mapping[str, Any] | None = None):
+        self.file, self.values = file, dict(values or {})
+        self.lines: dict[str, int] = {}
+        self.mistakes: list[tuple[int, str]] = []
+        self.wrong: set[str] = set()
+
+    def note(self, line: int, mistake: str, option: str = "") -> None:
+        self.mistakes.append((line, mistake))
+        self.wrong.add(option)
 
     def read(self, data: bytes) -> list[tuple[str, int]]:
-        """Read the file; returns its base files and their lines."""
+        """Read the values of a file; returns its base files and their lines."""
         try:
-            self.loader = Loader(data.decode("utf-8-sig"))
-            node = self.loader.get_single_node()
+            self._loader = Loader(data.decode("utf-8-sig"))
+            node = self._loader.get_single_node()
             if isinstance(node, MappingNode):
                 return self._options(node)
-            self.source.note(1, "holds no `name: value` lines; write one an option")
+            self.note(1, "holds no `name: value` lines; write one an option")
         except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            self.source.note(line, "not yaml in UTF-8; save the file as UTF-8")
+            self.note(data.count(b"\n", 0, error.start) + 1, "not yaml in UTF-8; save the file as UTF-8")
         except RecursionError:
-            self.source.note(1, "not yaml that can be read: too deeply nested; write it flatter")
+            self.note(1, "not yaml that can be read: too deeply nested; write it flatter")
         except (yaml.YAMLError, ValueError) as error:
             mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-            self.source.note(mark.line + 1 if mark else 1, f"not yaml ({_why_not_yaml(error)}); correct it")
+            self._note_no_yaml(mark.line + 1 if mark else 1, error)
         return []
 
     def _options(self, node: MappingNode, section: str = "") -> list[tuple[str, int]]:
         bases: list[tuple[str, int]] = []
         for name, line, inner in self._pairs(node):
-            if name in SECTIONS and not section:
-                if isinstance(inner, MappingNode):
-                    self._options(inner, name)
-                elif self._value(inner, "") is not None:
-                    remedy, option = suggest(name, OPTIONS) or ("write its options below it", "")
-                    self.source.note(line, f"{name} is a section of options, not a value; {remedy}", option)
-            elif name in _NAMES and name not in _FLAGS_ONLY:
-                self._take(name, _NAMES[name], line, inner, section)
-            elif name == BASE and not section:
-                bases += self._bases(line, inner)
-            else:
+            if name in _NAMES:
+                self._take(name, line, inner, section)
+            elif section or name not in (BASE, *SECTIONS):
                 self._note_unknown(name, line, inner, section)
+            elif name in SECTIONS and isinstance(inner, MappingNode):
+                self._options(inner, name)
+            elif (value := self._value(inner, "")) is None:
+                continue
+            elif name in SECTIONS:
+                remedy, option = suggest(name, OPTIONS) or ("write its options below it", "")
+                self.note(line, f"{name} is a section of options, not a value; {remedy}", option)
+            else:
+                bases = [(base, line) for base in (value if isinstance(value, list) else [value])]
+                if not all(isinstance(base, str) and base for base, _ in bases):
+                    self.note(line, f"{BASE} is {shown(value)}; give a file, or a list of files")
+                    bases = []
         return bases
 
-    def _take(self, name: str, option: Option, line: int, node: Node, section: str) -> None:
+    def _take(self, name: str, line: int, node: Node, section: str) -> None:
+        option = OPTIONS[_NAMES[name]]
         if section not in ("", option.section):
-            self.source.note(
-                line, f"{name} belongs in {option.section}, not in {section}; move it there", option.name
-            )
-        if first := self.source.lines.get(option.name):
-            self.source.note(
-                line, f"{name} is there twice, first in line {first}; keep one of them", option.name
-            )
+            what = f"{name} belongs in {option.section}, not in {section}"
+            self.note(line, f"{what}; move it there", option.name)
+        if first := self.lines.get(option.name):
+            self.note(line, f"{name} is there twice, first in line {first}; keep one of them", option.name)
         is_one_set = list in option.types and isinstance(node, MappingNode)
         value = [self._value(node, f"{option.name}.0")] if is_one_set else self._value(node, option.name)
         if type(value) in (int, float) and str in option.types:
             value = node.value  # as it is spelt
-        self.source.lines[option.name] = line
-        self.source.values[option.name] = mapping(value) if dict in option.types else value
-
-    def _bases(self, line: int, node: Node) -> list[tuple[str, int]]:
-        value = self._value(node, "")
-        names = value if isinstance(value, list) else [] if value is None else [value]
-        if all(isinstance(name, str) and name for name in names):
-            return [(name, line) for name in names]
-        self.source.note(line, f"{BASE} is {shown(value)}; give the name of a file, or a list of names")
-        return []
+        self.lines[option.name] = line
+        self.values[option.name] = mapping(value) if dict in option.types else value
 
     def _note_unknown(self, name: str, line: int, node: Node, section: str) -> None:
-        groups = other_trainers().sections
-        if not section and name in groups and isinstance(node, MappingNode) and node.value:
+        groups, is_mapping = other_trainers().sections, isinstance(node, MappingNode) and not section
+        if name == "config":
+            self.note(line, f"config cannot be set in a file; name the other file in {BASE}")
+        elif is_mapping and name in groups and node.value:
             for part, at, _ in self._pairs(node):
-                self._note(f"{name}.{part}", at, groups[name])
-        elif name in _FLAGS_ONLY:
-            self.source.note(line, f"{name} cannot be set in a file; {_FLAGS_ONLY[name]}")
-        elif name == BASE:
-            self.source.note(line, f"{BASE} stands in {section}; move it to the top")
+                self._note(f"{name}.{part}", at, _NAMES, groups[name])
         else:
-            first, _, rest = name.partition(".")
-            is_parent = first in SECTIONS or (first in OPTIONS and dict in OPTIONS[first].types)
-            remedy = f"write `{first}: {{{rest}: ...}}`" if rest and is_parent else None
-            more = SECTIONS if isinstance(node, MappingNode) and not section else ()
-            self._note(f"{section}.{name}" if section else name, line, remedy, [BASE, *more])
+            known = [*_NAMES, BASE, *(SECTIONS if is_mapping else ())]
+            self._note(f"{section}.{name}" if section else name, line, known)
 
-    def _note(self, name: str, line: int, remedy: str | None, more: list[str] | tuple[()] = ()) -> None:
-        known = [*_NAMES, *more]
+    def _note(self, name: str, line: int, known: Collection[str], remedy: str | None = None) -> None:
         found = suggest(name, known) or suggest(name.rpartition(".")[2], known)
-        meant, option = found or (remedy or "see `unsloth-pack --help`", "")
-        self.source.note(line, f"{spelt(name)} is unknown; {meant}", option)
+        says, option = found or (remedy or "see `unsloth-pack --help`", "")
+        self.note(line, f"{spelt(name)} is unknown; {says}", option)
 
-    def _pairs(self, node: MappingNode) -> list[tuple[str, int, Node]]:
+    def _pairs(self, node: Any) -> list[tuple[str, int, Node]]:
         """The names of a mapping, their lines and values; names that are there twice are noted."""
         first: dict[str, int] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
-                self.source.note(line, "a list or a mapping stands where a name should; write `name: value`")
+                self.note(_line(key), "a list or a mapping stands where a name should; write `name: value`")
             elif key.value in first and key.tag != "tag:yaml.org,2002:merge":
-                again = f"{key.value} is there twice, first in line {first[key.value]}"
-                self.source.note(line, f"{again}; keep one of them", key.value)
+                what = f"{key.value} is there twice, first in line {first[key.value]}"
+                self.note(_line(key), f"{what}; keep one of them", key.value)
             else:
-                first[key.value] = line
-        self.loader.flatten_mapping(node)
+                first[key.value] = _line(key)
+        self._loader.flatten_mapping(node)
         pairs = {key.value: (key, value) for key, value in node.value if isinstance(key, ScalarNode)}
-        return [(name, key.start_mark.line + 1, value) for name, (key, value) in pairs.items()]
+        return [(name, _line(key), value) for name, (key, value) in pairs.items()]
 
     def _value(self, node: Node, at: str) -> Any:
-        """The value of a node; the lines of its parts go into the source."""
-        if isinstance(node, MappingNode):
-            values = {}
-            for name, line, inner in self._pairs(node):
-                self.source.lines[f"{at}.{name}"] = line
-                values[name] = self._value(inner, f"{at}.{name}")
-            return values
-        if isinstance(node, SequenceNode):
-            lines = {f"{at}.{number}": inner.start_mark.line + 1 for number, inner in enumerate(node.value)}
-            self.source.lines |= lines
-            return [self._value(inner, place) for inner, place in zip(node.value, lines, strict=True)]
+        """The value of a node; the lines of its parts are noted."""
+        if isinstance(node, MappingNode | SequenceNode):
+            is_list = isinstance(node, SequenceNode)
+            items = (
+                [(n, _line(each), each) for n, each in enumerate(node.value)]
+                if is_list
+                else self._pairs(node)
+            )
+            self.lines |= {f"{at}.{part}": line for part, line, _ in items}
+            parts = {part: self._value(each, f"{at}.{part}") for part, _, each in items}
+            return [*parts.values()] if is_list else parts
         try:
-            return self.loader.construct_object(node)
+            return self._loader.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
-            self.source.note(node.start_mark.line + 1, f"not yaml ({_why_not_yaml(error)}); correct it")
+            self._note_no_yaml(_line(node), error)
 
-
-def _why_not_yaml(error: Exception) -> str:
-    """Why the parser stopped, without words of the file, of which some are secret."""
-    why = getattr(error, "problem", None) or getattr(error, "reason", None) or "a value has another type"
-    return re.sub(r" '[^<'\\][^']+'", "", why)
+    def _note_no_yaml(self, line: int, error: Exception) -> None:
+        """Note why the parser stopped, without words of the file, of which some are secret."""
+        why = getattr(error, "problem", None) or getattr(error, "reason", None) or "a value has another type"
+        said = re.sub(r" '[^<'\\][^']+'", "", why)
+        self.note(line, f"not yaml ({said}); correct it")

@@ -9,33 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from unsloth_pack.config.files import BASE, Source, merged, read_files, why_not_open
-from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place, TrainOptions, nested
-from unsloth_pack.config.parser import Parser
+from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place, TrainOptions, nearest, nested
+from unsloth_pack.config.parser import Parser, train_parser
 from unsloth_pack.config.values import explained
 from unsloth_pack.config.yaml12 import scalar
-from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError, Mistakes, mistakes_of
-
-
-def train_parser(**options: Any) -> Parser:
-    """The parser of the flags of all options.
-
-    Args:
-        options: argparse's own, in place of those of `train`.
-    """
-    defaults = ", ".join(f"{name} {value}" for name, value in DEMO_DEFAULTS.items())
-    about = (
-        "Fine-tune a language model with a LoRA adapter. Without flags, the bundled model trains on the "
-        f"bundled data, with defaults of its own: {defaults}. On your own data: unsloth-pack --model_name "
-        "MODEL --dataset DATA --sample_packing. A [true|false] flag that stands alone is true."
-    )
-    usage = {"prog": "unsloth-pack", "usage": "unsloth-pack [train] [flags]", "description": about}
-    parser = Parser(**{**usage, **options})
-    for section, kind in SECTIONS.items():
-        group = parser.add_argument_group(section, kind.__doc__)
-        for name in kind.model_fields:
-            parser.add_option(name, group=group)
-    return parser
 
 
 def load(
@@ -43,7 +21,7 @@ def load(
     parser: Parser | None = None,
     check: Callable[[TrainOptions, set[str]], None] | None = None,
 ) -> TrainOptions:
-    """The options that a command line asks for; the others have the defaults of their types.
+    """Read the options that a command line asks for; the others have the defaults of their types.
 
     A value comes from the command line, else from the config file, else from its base files.
 
@@ -58,15 +36,16 @@ def load(
     """
     flags, inside = _undotted(arguments)
     own = (parser or train_parser()).parse(flags)
-    files = _files(own.get("config"), flags)
-    for each in files:
-        _check_values(each)
-    wrong = {name for each in files for name in each.wrong}
+    files = _files(own["config"], flags) if own.get("config") is not None else []
+    for source in files:
+        for at, text in _validated(source.values)[1]:
+            source.note(nearest(at, source.lines) or 1, text, at.partition(".")[0])
+    wrong = {name for source in files for name in source.wrong}
     values, places = _merged([*reversed(files), Source("", own), Source("", inside)])
     options, errors = _validated({name: value for name, value in values.items() if name not in wrong})
-    options._places, options._files = places, [each.file for each in files]
+    options._places, options._files = places, [source.file for source in files]
     found: list[tuple[Place | None, str]] = [
-        ((each.file, line), text) for each in files for line, text in each.mistakes
+        ((source.file, line), text) for source in files for line, text in source.mistakes
     ]
     found += [(options.place_of(at), text) for at, text in errors]
     if found and check is not None:
@@ -79,31 +58,8 @@ def load(
     return options
 
 
-def _files(path: str | None, flags: Sequence[str]) -> list[Source]:
-    """The config file and its base files, those that win first."""
-    if path is None:
-        return []
-    if sum(flag.partition("=")[0] == "--config" for flag in flags) > 1:
-        raise InputError(f"config is given twice; give one file, and name the other in its {BASE}")
-    try:
-        return [*read_files(Path(path or "\0"))]
-    except (OSError, ValueError) as error:
-        raise InputError(f"config is {path!r}: {why_not_open(error)}; check the path") from None
-
-
-def _validated(values: Mapping[str, Any]) -> tuple[TrainOptions, list[tuple[str, str]]]:
-    """The options with those values that are right; of each mistake its option and part, and what it is."""
-    given = {name: _without_nulls(name, value) for name, value in values.items() if value is not None}
-    try:
-        return TrainOptions.model_validate(nested(given)), []
-    except ValidationError as error:
-        found = [(at, _said(at, words, end)) for at, words, end in explained(error, 2)]
-    wrong = {at.partition(".")[0] for at, _ in found}
-    return _validated({name: value for name, value in given.items() if name not in wrong})[0], found
-
-
 def read_record(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The values of options that an earlier run wrote down, by name, without those that are None.
+    """Read the options that an earlier run wrote down, by name, without those that are None.
 
     Args:
         source: where they stand, to begin an error message.
@@ -117,23 +73,31 @@ def read_record(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return options.given
 
 
-def _said(at: str, words: str, end: str) -> str:
-    name = at.partition(".")[0]
-    return f"{name}: {words} is {end}" if words else f"{name} is {end}"
+def _files(path: str, flags: Sequence[str]) -> list[Source]:
+    """The config file and its base files, those that win first."""
+    if sum(flag.partition("=")[0] == "--config" for flag in flags) > 1:
+        raise InputError(f"config is given twice; give one file, and name the other in its {BASE}")
+    try:
+        return [*read_files(Path(path or "\0"))]
+    except (OSError, ValueError) as error:
+        raise InputError(f"config is {path!r}: {why_not_open(error)}; check the path") from None
 
 
-def _without_nulls(name: str, value: Any) -> Any:
-    """A mapping without what null restores; a column that is null is left out of the data."""
-    is_mapping = isinstance(value, dict) and name != "columns"
-    return {part: each for part, each in value.items() if each is not None} if is_mapping else value
-
-
-def _check_values(source: Source) -> None:
-    for at, text in _validated(source.values)[1]:
-        name = at
-        while name not in source.lines:
-            name = name.rpartition(".")[0]
-        source.note(source.lines[name], text, at.partition(".")[0])
+def _validated(values: Mapping[str, Any]) -> tuple[TrainOptions, list[tuple[str, str]]]:
+    """The options with those values that are right; of each mistake its option and part, and what it is."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, dict) and name != "columns":  # of which null leaves out a column of the data
+            given[name] = {part: each for part, each in value.items() if each is not None}
+    try:
+        return TrainOptions.model_validate(nested(given)), []
+    except ValidationError as error:
+        found = [
+            (at, f"{': '.join(filter(None, (at.partition('.')[0], words)))} is {end}")
+            for at, words, end in explained(error, 2)
+        ]
+    wrong = {at.partition(".")[0] for at, _ in found}
+    return _validated({name: value for name, value in given.items() if name not in wrong})[0], found
 
 
 def _merged(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, Place | None]]:
@@ -142,19 +106,13 @@ def _merged(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, Place 
     places: dict[str, Place | None] = {}
     for source in sources:
         for name, value in source.values.items():
-            is_part = isinstance(value, dict) and isinstance(values.get(name), dict)
-            gone = {f"{name}.{part}" for part in value} if is_part else _parts(name, places)
-            places = {at: place for at, place in places.items() if at not in gone}
-            places |= dict.fromkeys(
-                gone if is_part else (), None
-            )  # of the command line, unless this is a file
-            places |= {at: (source.file, source.lines[at]) for at in _parts(name, source.lines)}
+            if isinstance(value, dict) and isinstance(values.get(name), dict):
+                places |= dict.fromkeys(f"{name}.{part}" for part in value)
+            else:
+                places = {at: place for at, place in places.items() if at.partition(".")[0] != name}
+        places |= {at: (source.file, line) for at, line in source.lines.items()}
         values = merged(values, source.values)
     return values, places
-
-
-def _parts(name: str, places: Mapping[str, Any]) -> set[str]:
-    return {at for at in places if at.partition(".")[0] == name}
 
 
 def _undotted(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -165,26 +123,22 @@ def _undotted(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     while left:
         argument = left.pop(0)
         flag, equals, value = argument.partition("=")
-        section, *names = flag.removeprefix("--").split(".")
-        if not flag.startswith("--") or not names:
-            flags.append(argument)
-            continue
-        if section not in SECTIONS:
-            section, names = "", [section, *names]
+        names = flag.removeprefix("--").split(".")
+        section = names.pop(0) if names[0] in SECTIONS and len(names) > 1 else ""
         option = OPTIONS.get(ALIASES.get(names[0], names[0]))
-        if option is None or len(names) == 1:
-            flags.append(f"--{'.'.join(names)}{equals}{value}")
-        if option is None:
-            continue
-        if section not in ("", option.section):
+        if not flag.startswith("--") or "." not in flag:
+            flags.append(argument)
+        elif option and section not in ("", option.section):
             raise InputError(f"argument {flag}: {names[0]} is in {option.section}; give --{names[0]}")
-        if len(names) == 1:
-            continue
-        if dict not in option.types:
+        elif option is None or len(names) == 1:
+            flags.append(f"--{'.'.join(names)}{equals}{value}")
+        elif dict not in option.types:
             raise InputError(f"argument {flag}: {names[0]} is no mapping; give --{names[0]}")
-        if not equals and (not left or left[0].startswith("--")):
+        elif not equals and (not left or left[0].startswith("--")):
             raise InputError(f"argument {flag}: a value is missing; give one")
-        inside.setdefault(option.name, {})[".".join(names[1:])] = scalar(value if equals else left.pop(0))
+        else:
+            part = inside.setdefault(option.name, {})
+            part[".".join(names[1:])] = scalar(value if equals else left.pop(0))
     return flags, inside
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
@@ -43,6 +43,7 @@ ALIASES = {"packing": "sample_packing"}
 _BARE = {"fsdp": "full", "use_gradient_checkpointing": "true"}  # values of flags without one
 
 
+Found = TypeVar("Found")
 Place = tuple[str, int]  # a file and a line
 
 
@@ -327,9 +328,7 @@ class TrainOptions(Section):
 
     def place_of(self, name: str) -> Place | None:
         """The file and line that set an option or a part of it, such as `dataset.1.path`, or hold it."""
-        while name not in self._places and "." in name:
-            name = name.rpartition(".")[0]
-        return self._places.get(name)
+        return nearest(name, self._places)
 
     @property
     def is_demo(self) -> bool:
@@ -374,11 +373,9 @@ def _types(annotation: Any) -> list[Any]:
         return _types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return [each for part in get_args(annotation) for each in _types(part)]
-    return (
-        [*get_args(annotation)]
-        if get_origin(annotation) is Literal
-        else [get_origin(annotation) or annotation]
-    )
+    if get_origin(annotation) is Literal:
+        return [*get_args(annotation)]
+    return [get_origin(annotation) or annotation]
 
 
 def _option(section: str, name: str, field: Any) -> Option:
@@ -393,6 +390,13 @@ def _option(section: str, name: str, field: Any) -> Option:
 SECTIONS: dict[str, type[Section]] = {n: type(each) for n, each in TrainOptions()}
 _HELP = re.compile(r"^(?:([A-Z/=,.]+): )?(.*?)(?: \(default: (.*)\))?$")
 OPTIONS = {n: _option(s, n, f) for s, kind in SECTIONS.items() for n, f in kind.model_fields.items()}
+
+
+def nearest(name: str, places: Mapping[str, Found]) -> Found | None:
+    """The place of an option or of a part of it, else of what holds it."""
+    while name not in places and "." in name:
+        name = name.rpartition(".")[0]
+    return places.get(name)
 
 
 def flat(options: Section) -> dict[str, Any]:

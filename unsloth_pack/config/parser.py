@@ -7,9 +7,12 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from unsloth_pack.config.names import suggest
-from unsloth_pack.config.options import OPTIONS, Option, TrainOptions
+from unsloth_pack.config.options import OPTIONS, SECTIONS, Option, TrainOptions
 from unsloth_pack.config.values import Refused, read_as
+from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError, Mistakes
+
+_TOGETHER = "its values with commas between them, or as JSON"
 
 
 class _Once(argparse.Action):
@@ -17,12 +20,8 @@ class _Once(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise argparse.ArgumentError(self, f"given twice; give it once, its values {_together(self)}")
+            raise argparse.ArgumentError(self, f"given twice; give it once, {_TOGETHER}")
         setattr(namespace, self.dest, values)
-
-
-def _together(flag: argparse.Action) -> str:
-    return "as one JSON value" if flag.metavar in ("JSON", "PATTERN") else "with commas between them"
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As argparse's, with a type of pydantic. Values of other types are told together."""
+        """As argparse's, with a type of pydantic."""
         if "type" in options:
             kind = options["type"]
             options["type"] = self._noting(names, lambda text: read_as(kind, text))
@@ -60,12 +59,12 @@ class Parser(argparse.ArgumentParser):
         """
         each = OPTIONS[name]
         flags = [f"--{name}" for name in each.names]
-        takes: dict[str, Any] = {"nargs": "?", "const": read_option(each, each.bare)} if each.bare else {}
+        takes: dict[str, Any] = {"nargs": "?", "const": _read(each, each.bare)} if each.bare else {}
         takes |= {"action": _Once} if each.takes_several else {}
-        about = help or f"{each.help} (default: {each.shown_default})"
-        kind = self._noting(flags, lambda text: read_option(each, text))
+        takes["help"] = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
+        kind = self._noting(flags, lambda text: _read(each, text))
         add = group.add_argument if group else super().add_argument
-        add(*flags, dest=name, type=kind, metavar=each.unit, help=about.replace("%", "%%"), **takes)
+        add(*flags, dest=name, type=kind, metavar=each.unit, **takes)
 
     def _noting(self, names: Sequence[str], read: Callable[[str], Any]) -> Callable[[str], Any]:
         """The type of a flag, of which a wrong value does not end the parsing."""
@@ -86,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return message if ";" in message else f"{message}; see `{self.prog} --help`"
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The flags that are there, by name; None where one restores a default.
+        """Read the flags that are there, by name; None where one restores a default.
 
         Raises:
             InputError: unknown flags, and values that their flags do not take.
@@ -100,10 +99,9 @@ class Parser(argparse.ArgumentParser):
         said = [*map(self._with_remedy, self._refused)]
         for word in [*unknown[:1], *(word for word in unknown[1:] if word.startswith("--"))]:
             flag = word.partition("=")[0]  # without its value, which may be secret
-            remedy = self._several(arguments, word) or self.remedy(flag)
-            said.append(f"unknown argument {flag!r}; {remedy}")
-        if said:
-            errors = [*map(InputError, dict.fromkeys(said))]
+            said.append(f"unknown argument {flag!r}; {self._several(arguments, word) or self.remedy(flag)}")
+        errors = [*map(InputError, dict.fromkeys(said))]
+        if errors:
             raise errors[0] if len(errors) == 1 else Mistakes(errors)
         return {name: value for name, value in vars(flags).items() if name != "debug"}
 
@@ -112,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")]
         flag = self._option_string_actions.get(before[-1].partition("=")[0]) if before else None
         is_value = isinstance(flag, _Once) and not word.startswith("-")
-        return f"give --{flag.dest} its values {_together(flag)}" if flag and is_value else ""
+        return f"give --{flag.dest} {_TOGETHER}" if flag and is_value else ""
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
@@ -123,16 +121,31 @@ class Parser(argparse.ArgumentParser):
         return meant[0] if meant else f"see `{self.prog} --help`"
 
 
-def read_option(option: Option, value: Any) -> Any:
-    """A value as an option reads it; None, or null as text, restores the default.
-
-    Raises:
-        Refused: the option does not take it.
-    """
-    if value is None or value == "null":
-        return None
+def _read(option: Option, text: str) -> Any:
+    """A value as an option reads it; null restores the default."""
     try:
-        read = TrainOptions.model_validate({option.section: {option.name: value}})
+        read = TrainOptions.model_validate({option.section: {option.name: text}} if text != "null" else {})
     except ValidationError as error:
         raise Refused(error, 2) from None
-    return getattr(getattr(read, option.section), option.name)
+    return getattr(getattr(read, option.section), option.name) if text != "null" else None
+
+
+def train_parser(**options: Any) -> Parser:
+    """Make the parser of the flags of all options.
+
+    Args:
+        options: argparse's own, in place of those of `train`.
+    """
+    defaults = ", ".join(f"{name} {value}" for name, value in DEMO_DEFAULTS.items())
+    about = (
+        "Fine-tune a language model with a LoRA adapter. Without flags, the bundled model trains on the "
+        f"bundled data, with defaults of its own: {defaults}. On your own data: unsloth-pack --model_name "
+        "MODEL --dataset DATA --sample_packing. A [true|false] flag that stands alone is true."
+    )
+    usage = {"prog": "unsloth-pack", "usage": "unsloth-pack [train] [flags]", "description": about}
+    parser = Parser(**{**usage, **options})
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(section, kind.__doc__)
+        for name in kind.model_fields:
+            parser.add_option(name, group=group)
+    return parser

@@ -5,6 +5,13 @@ from typing import Any
 from unsloth_pack.config.files import BASE
 from unsloth_pack.config.options import OPTIONS, SECTIONS, TrainOptions
 
+_NUMBER = r"^\s*[-+]?[\d_.]+([eE][-+]?\d+)?\s*$"
+_IN_QUOTES = {
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "boolean": "^([Tt]rue|TRUE|[Ff]alse|FALSE|yes|no|on|off)$",
+}
+
 
 def json_schema() -> dict[str, Any]:
     """The schema of a file that sets options, each at the top or in its section."""
@@ -36,7 +43,11 @@ def _option(name: str, schema: dict[str, Any]) -> dict[str, Any]:
         holds_numbers = any(each.get("items", {}).get("type") == "integer" for each in kinds)
         pattern = "[={]" if dict in option.types else r"^[\s\d\[]" if holds_numbers else r"\S"
         kinds.append({"type": "string", "pattern": pattern})
-    for each in kinds:
+    for each in [*kinds]:
+        if each.get("type") in _IN_QUOTES and not option.takes_several:
+            kinds.append({"type": "string", "pattern": _IN_QUOTES[each["type"]]})
+        if each.get("type") == "string" and not option.takes_several and not {"enum", "const"} & each.keys():
+            each["type"] = ["string", "number"]  # which is read as it is spelt
         if "$ref" in each.get("items", {}):  # data sets, of which a path or one object may stand alone
             kinds = [*kinds, each["items"]]
             each["items"] = {"anyOf": [each["items"], {"type": ["string", "number"]}]}

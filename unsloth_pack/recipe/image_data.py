@@ -358,7 +358,8 @@ def preparation_of_packs(
                     f"leave out --{name}, or give it to `unsloth-pack pack`",
                     about=name,
                 )
-        limited = replace(options, min_pixels=images.least_pixels, max_pixels=images.most_pixels)
+        limits = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels}
+        limited = options.model_copy(update=limits)
         found = preparation_of(find_processor_folder(model_name), config, tokenizer, limited)
         if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
             raise InputError(
