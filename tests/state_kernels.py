@@ -64,16 +64,9 @@ class Kernels:
                 monkeypatch.setattr(modeling, theirs, found(inspect.unwrap(original)))
 
     def causal_conv1d_fn(
-        self,
-        x,
-        weight,
-        bias=None,
-        seq_idx=None,
-        initial_states=None,
-        return_final_states=False,
-        final_states_out=None,
-        activation=None,
-    ):
+        self, x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+        final_states_out=None, activation=None,
+    ):  # fmt: skip
         """`[B, C, T]`."""
         assert seq_idx is None or x.stride(1) == 1  # which causal-conv1d asks for
         width = weight.shape[1]
@@ -85,20 +78,9 @@ class Kernels:
         return out if activation is None else F.silu(out)
 
     def chunk_gated_delta_rule(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        cu_seqlens=None,
-        cu_seqlens_cpu=None,
-        **kwargs,
-    ):
+        self, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs,
+    ):  # fmt: skip
         """Yang et al. 2024, equation 10; `[B, T, H, D]`."""
         assert (kwargs, initial_state, use_qk_l2norm_in_kernel) == ({}, None, True)
         lengths = None
@@ -127,24 +109,10 @@ class Kernels:
         return torch.stack(outs, 1).to(v.dtype), None
 
     def mamba_chunk_scan_combined(
-        self,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size,
-        D=None,
-        z=None,
-        dt_bias=None,
-        initial_states=None,
-        seq_idx=None,
-        cu_seqlens=None,
-        dt_softplus=False,
-        dt_limit=(0.0, float("inf")),
-        return_final_states=False,
+        self, x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
+        cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
         return_varlen_states=False,
-    ):
+    ):  # fmt: skip
         """Dao and Gu 2024, equation 1; `[B, T, H, P]`."""
         assert (z, initial_states, cu_seqlens, return_final_states) == (None, None, None, False)
         lengths = _lengths_of(seq_idx, *x.shape[:2])
@@ -168,27 +136,11 @@ class Kernels:
         return (torch.stack(outs, 1) + D[:, None] * x).to(x.dtype)
 
     def mamba_split_conv1d_scan_combined(
-        self,
-        zxbcdt,
-        conv1d_weight,
-        conv1d_bias,
-        dt_bias,
-        A,
-        D,
-        chunk_size,
-        initial_states=None,
-        seq_idx=None,
-        dt_limit=(0.0, float("inf")),
-        return_final_states=False,
-        activation="silu",
-        rmsnorm_weight=None,
-        rmsnorm_eps=1e-6,
-        outproj_weight=None,
-        outproj_bias=None,
-        headdim=None,
-        ngroups=1,
-        norm_before_gate=True,
-    ):
+        self, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None,
+        seq_idx=None, dt_limit=(0.0, float("inf")), return_final_states=False, activation="silu",
+        rmsnorm_weight=None, rmsnorm_eps=1e-6, outproj_weight=None, outproj_bias=None, headdim=None,
+        ngroups=1, norm_before_gate=True,
+    ):  # fmt: skip
         """All of the above between the two projections, and the second one."""
         assert (activation, norm_before_gate) == ("silu", False)
         self.calls.append("mamba_split_conv1d_scan_combined")

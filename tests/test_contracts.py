@@ -37,14 +37,9 @@ class FastMean(nn.Module):
         if packed_row is None:
             return super().forward(hidden_states, **kwargs)
         parts = hidden_states.flatten(0, 1).split(packed_row.lengths)
-        means = [
-            part.cumsum(0) / torch.arange(1, len(part) + 1, device=part.device)[:, None] for part in parts
-        ]
+        counts = [torch.arange(1, len(part) + 1, device=part.device)[:, None] for part in parts]
+        means = [part.cumsum(0) / count for part, count in zip(parts, counts, strict=True)]
         return self.scale * self.out_proj(torch.cat(means).view_as(hidden_states)), None
-
-
-def _counted(part):
-    return torch.arange(1, len(part) + 1, device=part.device)
 
 
 class MeanMixer:
