@@ -22,11 +22,3 @@ print(json.dumps({"new": sorted(new), "environment": before == dict(os.environ),
     )
     seen = json.loads(done.stdout)
     assert seen == {"new": ["unsloth_pack"], "environment": True, "said": "", "cuda": False}
-
-
-def test_planning_and_packing_import_no_torch():
-    code = (
-        "import sys; from unsloth_pack.packing import *; plan_packs([1, 2], 4).bins; "
-        "pack_sequences([[1], [2]], 4, 0); print(sorted({'torch', 'datasets', 'trl'} & set(sys.modules)))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

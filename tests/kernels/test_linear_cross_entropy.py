@@ -16,7 +16,7 @@ from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import ExtraLogits, LabelledRows, head, linear_cross_entropy, reference
+from unsloth_pack.kernels import LabelledRows, head, linear_cross_entropy, reference
 
 pytest.importorskip("triton")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -116,25 +116,6 @@ def test_what_changes_the_logits_gets_its_gradient(kind, options, dtype, path, s
     check(tensors, labels, **options, **with_extra(kind, tensors))
     tensors[1].requires_grad_(False)
     check(tensors, labels, **options, extra=partial(of_leaves, kind), with_bias=True)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({}, "both b and outputs, or neither"),
-        ({"b": torch.zeros(6, 2), "outputs": torch.tensor([1, 2])}, "both b and outputs, or neither"),
-        ({"h": torch.zeros(3, 2), "outputs": torch.tensor([1, 2])}, "one row a row"),
-        ({"b": torch.zeros(5, 2)}, r"pass \[6, 2\]"),
-        ({"outputs": torch.tensor([1, 2, 3])}, r"pass \[2\] of torch.int64"),
-        ({"outputs": torch.tensor([1, 2], dtype=torch.int32)}, r"pass \[2\] of torch.int64"),
-        ({"b": torch.zeros(6, 2, dtype=BF16)}, "cast both to one"),
-        ({"b": torch.zeros(6, 2, device="meta")}, "move it there"),
-    ],
-)
-def test_extra_logits_that_do_not_fit_are_refused(extra, message):
-    extra = ExtraLogits(**{"h": torch.zeros(4, 2), **extra})
-    with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(torch.zeros(4, 3), torch.zeros(6, 3), torch.arange(4), extra=extra)
 
 
 @pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])

@@ -8,6 +8,7 @@ import torch
 from tables import table
 
 from unsloth_pack.kernels import (
+    ExtraLogits,
     Gate,
     InnerSum,
     LowRank,
@@ -124,6 +125,23 @@ REFUSED = [
     (lce, {"softcap": 0.0}, "softcap is 0.0: pass a positive one"),
     (lce, {"softcap": math.nan}, "softcap is nan: pass a positive one"),
     (lce, {"softcap": math.inf}, "softcap is inf: pass a positive one"),
+    *(
+        (lce, {"extra": ExtraLogits(h, **more)}, message)
+        for h, more, message in (
+            (zeros(5, 2), {}, "both b and outputs, or neither"),
+            (
+                zeros(5, 2),
+                {"b": zeros(40, 2), "outputs": torch.tensor([1, 2])},
+                "both b and outputs, or neither",
+            ),
+            (zeros(3, 2), {"outputs": torch.tensor([1, 2])}, "one row a row"),
+            (zeros(5, 2), {"b": zeros(39, 2)}, r"pass \[40, 2\]"),
+            (zeros(5, 2), {"outputs": torch.tensor([1, 2, 3])}, r"pass \[2\] of torch.int64"),
+            (zeros(5, 2), {"outputs": torch.tensor([1, 2]).int()}, r"pass \[2\] of torch.int64"),
+            (zeros(5, 2), {"b": zeros(40, 2, dtype=BF16)}, "cast both to one"),
+            (zeros(5, 2), {"b": zeros(40, 2, device="meta")}, "move it there"),
+        )
+    ),
     (dropout, {"x": ones(3)}, "pass rows"),
     (dropout, {"x": ones(2, 4, dtype=I64)}, "of a floating dtype"),
     (dropout, {"seed": torch.tensor([1], dtype=torch.int32)}, "pass one int64"),
