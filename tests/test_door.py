@@ -10,7 +10,7 @@ import trl.trainer.utils as trl_utils
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
-from model_folder import byte_tokenizer, save_model
+from model_folder import byte_tokenizer
 from tiny import DEVICE, error, random_documents, tiny_model
 from torch.nn import functional as F
 from trainer_runs import PACKING, ROWS, arguments
@@ -495,10 +495,3 @@ def test_a_model_that_transformers_loaded_takes_an_adapter():
     out.loss.backward()
     unpatched = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert FastLanguageModel.get_peft_model(unpatched, r=4).get_nb_trainable_parameters()[0] > 0
-
-
-def test_full_finetuning_stays_refused_as_a_contradiction(tmp_path):
-    folder = str(save_model(tmp_path / "qwen3", "qwen3"))
-    model, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64, full_finetuning=True)
-    with pytest.raises(InputError, match="full_finetuning=True"):
-        FastLanguageModel.get_peft_model(model, r=4)

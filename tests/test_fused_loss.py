@@ -253,14 +253,6 @@ def test_evaluation_is_as_in_transformers():
     assert out.logits.requires_grad
 
 
-def test_undo():
-    model = tiny_model("qwen3", torch.float32)
-    with patch_model(model):
-        assert is_fused(model(**batch()))
-    inputs = ordinary_batch()
-    assert type(model(**inputs)) is CausalLMOutputWithPast
-
-
 # Heads that it does not fit
 
 
