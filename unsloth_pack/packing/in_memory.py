@@ -36,7 +36,7 @@ class Kind:
     """The container and number type of sequences; the rows made of them have the same.
 
     Args:
-        container: "list", "numpy" or "torch".
+        container: "list", or the module of arrays, "numpy" or "torch", whose functions have the same names.
         dtype, device: of arrays and tensors.
     """
 
@@ -150,7 +150,7 @@ def check_values(sequences: Sequence[Any], name_of: Callable[[int], str], *, who
         InputError: names the first value that is refused.
     """
     if sequences and not isinstance(sequences[0], _LISTS):  # no array holds a null
-        if whole and _is_fractional(sequences[0]):
+        if whole and "float" in str(sequences[0].dtype):
             raise InputError(f"{name_of(0)} holds {sequences[0].dtype}; give whole numbers, such as int64")
         return
     wanted = numbers.Integral if whole else numbers.Real
@@ -170,11 +170,6 @@ def _sum(values: Any) -> Any:
         return sum(values)
     except TypeError:
         return None
-
-
-def _is_fractional(array: Any) -> bool:
-    """Whether the type of an array or tensor can hold fractions."""
-    return array.dtype.kind == "f" if isinstance(array, np.ndarray) else array.is_floating_point()
 
 
 def as_filler(name: str, value: Any, kind: Kind) -> Any:
@@ -202,25 +197,14 @@ def as_filler(name: str, value: Any, kind: Kind) -> Any:
 
 def full(kind: Kind, shape: tuple[int, ...], value: Any) -> Any:
     """An array or tensor full of `value`."""
-    if kind.container == "numpy":
-        return np.full(shape, value, kind.dtype)
-    return sys.modules["torch"].full(shape, value, dtype=kind.dtype, device=kind.device)
+    return sys.modules[kind.container].full(shape, value, dtype=kind.dtype, device=kind.device)
 
 
 def joined(kind: Kind, parts: Sequence[Any]) -> Any:
     """The parts, all of this kind, one after another in a new sequence of the same kind."""
     if kind.container == "list":
         return list(chain.from_iterable(parts))
-    if kind.container == "numpy":
-        return np.concatenate(parts)
-    return sys.modules["torch"].cat(list(parts))
-
-
-def copy_of(part: Any) -> Any:
-    """A slice of a sequence, in memory of its own: slices of arrays and tensors are views."""
-    if isinstance(part, _LISTS):
-        return part
-    return part.copy() if isinstance(part, np.ndarray) else part.clone()
+    return sys.modules[kind.container].concatenate(list(parts))
 
 
 def fill_lists(layout: Layout, sequences: list[Any], pad: Any, separator: Any = None) -> list[list[Any]]:

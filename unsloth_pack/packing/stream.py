@@ -18,7 +18,6 @@ from unsloth_pack.packing.in_memory import (
     CutCounts,
     check_overlong,
     check_values,
-    copy_of,
     joined,
     kind_of_one,
     pieces_of,
@@ -182,7 +181,9 @@ class PackingStream:
         self.counts.examples += 1
         self.consumed += 1
         for start, end in pieces:
-            self._add({name: copy_of(value[start:end]) for name, value in columns.items()} | beside)
+            # A copy: slices of arrays are views
+            parts = {name: joined(kind_of_one(name, v), [v[start:end]]) for name, v in columns.items()}
+            self._add(parts | beside)
 
     def pop(self) -> dict[str, Any] | None:
         """The next pack, or None if it needs more examples."""
