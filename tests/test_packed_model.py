@@ -375,7 +375,7 @@ def test_the_report_follows_an_adapter_that_comes_after_the_patch():
     kinds = {*patch.report.fused}
     assert "LoRA" not in str(patch.report)
     adapted = with_lora(model, {"modules_to_save": ["lm_head"]})
-    assert patch.report.not_fused["LoRA"] == "14 layers: put on after the patch; call patch_model again"
+    assert patch.report.not_fused["LoRA"] == "14 layers: added after the patch; call patch_model again"
     assert "loss" in patch.report.fused
     anew = patch_model(adapted)
     assert "14 layers" in anew.report.fused["LoRA"]

@@ -134,7 +134,7 @@ def report_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) 
     """Report how many LoRA layers are fused. The patch does not cover `other_loras`."""
     reasons = Counter(_why_lora_not_fused(lora) for lora in loras)
     reasons.update(
-        "put on after the patch; call patch_model again"
+        "added after the patch; call patch_model again"
         if is_lora_linear(lora) or is_expert_adapter(lora)
         else f"on a {type(lora.get_base_layer()).__name__}"
         for lora in other_loras

@@ -96,7 +96,7 @@ class FastTowerNorm(nn.Module):
             return super().forward(hidden_states)
 
 
-READ_ON_HOST = "what comes beside the pixels is read on the host"
+READ_ON_HOST = "arguments beside the pixels are read on the host"
 
 
 def tower_gradients(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
@@ -176,8 +176,7 @@ class FastTower(CapturedTower):
 
     @no_compile
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """Run transformers' forward with one attention call a layer, from CUDA graphs if frozen and slow to
-        launch.
+        """Run transformers' forward with one attention call a layer, from CUDA graphs where that is faster.
 
         Args:
             hidden_states: `[P, pixels of a patch]`.
