@@ -324,7 +324,7 @@ def test_what_stands_on_a_device_is_refused_behind_the_decoder(monkeypatch):
     model, docs, seen = made(GEMMA), documents(GEMMA), []
     patch_model(model)
     late = classmethod(lambda cls, count, said: [cls(HostCopy(count), said)])
-    monkeypatch.setattr(DeferredCheck, "sought", late)
+    monkeypatch.setattr(DeferredCheck, "start", late)
     model.get_base_model().lm_head.register_forward_pre_hook(lambda *args: seen.append(True))
     row = {"input_ids": row_of(GEMMA, model, docs)["input_ids"]}
     with pytest.raises(InputError, match="image tokens and comes without pixel_values"):

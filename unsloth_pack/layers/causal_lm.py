@@ -238,8 +238,8 @@ class FastCausalLM(CountedParameters):
     def _check_boundaries(self, call: ForwardCall) -> None:
         """Check whether an unpacked call holds a packed row that lost its boundaries."""
 
-    def decode(self, call: ForwardCall) -> Any:
-        """Run the decoder on a described call."""
+    def run_decoder(self, call: ForwardCall) -> Any:
+        """Run the decoder on a call whose row is described."""
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
             inputs["input_ids"] = self._replace_placeholders(inputs["input_ids"])
@@ -290,7 +290,7 @@ class FastCausalLM(CountedParameters):
         head = read_head(self, self.spec, self.is_wrapper)
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
-        decoded = self.decode(call)
+        decoded = self.run_decoder(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
 
@@ -314,7 +314,7 @@ class FastCausalLM(CountedParameters):
         head = read_head(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, lambda hidden_BTC: trl_head.score(labelled, hidden_BTC).log_prob.sum())
-        decoded = self.decode(call)
+        decoded = self.run_decoder(call)
         scores, mask = trl_head.score(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
             scores, mask = first_tokens(scores, mask.shape[1] - 1), mask[:, :-1]
@@ -338,7 +338,7 @@ class FastCausalLM(CountedParameters):
         """Run a packed row through a model around a text model, past its handling of images."""
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
-        decoded = self.decode(call)
+        decoded = self.run_decoder(call)
         places = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(decoded.last_hidden_state[:, places])
         logits = read_head(self, self.spec, self.is_wrapper).scaled(logits)

@@ -303,10 +303,10 @@ class FastVisionLM(FastCausalLM):
             )
         return both[0]
 
-    def decode(self, call: ForwardCall) -> Any:
+    def run_decoder(self, call: ForwardCall) -> Any:
         if call.images is not None:
             self._put_images_in(call, call.images)
-        return super().decode(call)
+        return super().run_decoder(call)
 
     def _put_images_in(self, call: ForwardCall, images: Images) -> None:
         """Replace the token ids of a call by embeddings that hold its images."""
