@@ -171,16 +171,16 @@ def test_swapped_features_are_found(lost, monkeypatch):
     """Images that reach another document, or other tokens of their own."""
     from unsloth_pack.layers.vision import vision_lm
 
-    model, right = made("internvl"), vision_lm.seen
+    model, right = tiled_models.made("internvl"), vision_lm.encode_images
     patch_model(model)
 
     def swapped(*args):
         features = right(*args)
-        order = torch.arange(len(features.of_tokens))
+        order = torch.arange(len(features.by_token))
         order = order.flip(0) if lost == "rows" else order.view(-1, 2).flip(1).flatten()
-        return type(features)(features.of_tokens[order], features.sizes, features.by_layer)
+        return type(features)(features.by_token[order], features.sizes, features.by_layer)
 
-    monkeypatch.setattr(vision_lm, "seen", swapped)
+    monkeypatch.setattr(vision_lm, "encode_images", swapped)
     report = verify(model, documents=SHORT)
     assert failed(report) & of_images(report), report
 
