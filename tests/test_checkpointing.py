@@ -198,7 +198,7 @@ class FakeGpu:
         at_rest = self.allocated
         for layer in range(plan.n_layers):
             if plan.keeps(layer):
-                with plan.measured():
+                with plan.measure_layer():
                     self.allocated += layer_bytes * tokens
         self.peak = max(self.peak, self.allocated + beside * tokens)
         self.allocated = at_rest

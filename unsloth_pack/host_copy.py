@@ -1,14 +1,13 @@
-"""Copies to the host that do not wait for the work that the device gets after them."""
+"""Copy tensors to the host without waiting for later work of the device."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor that is copied to the host now and read later.
+    """Copy a tensor to the host now, to read it later.
 
-    Start the copy before the decoder and read it after the decoder was launched. By then the copy is usually
-    done, and if not, the host waits for the copy alone: the device keeps the decoder's work and stays busy.
+    Start the copy before the decoder and read it after the decoder's launch, so that the GPU stays busy.
     """
 
     def __init__(self, tensor: Tensor):
@@ -21,7 +20,7 @@ class HostCopy:
                 self._arrived.record()
 
     def read(self) -> Tensor:
-        """The tensor on the host; on a CPU, itself."""
+        """Return the tensor on the host; waits for the copy only."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

@@ -171,7 +171,7 @@ def test_swapped_features_are_found(lost, monkeypatch):
     """Images that reach another document, or other tokens of their own."""
     from unsloth_pack.layers.vision import vision_lm
 
-    model, right = tiled_models.made("internvl"), vision_lm.encode_images
+    model, right = made("internvl"), vision_lm.encode_images
     patch_model(model)
 
     def swapped(*args):

@@ -1,4 +1,4 @@
-"""A short training run, measured in a process of its own, and the time of its step by category."""
+"""Measure a short training run in a process of its own, and the time of its step by category."""
 
 from unsloth_pack.bench.breakdown import HOST_GAPS
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks

@@ -1,8 +1,8 @@
-"""The time of a training step by category, from the names in torch's profile.
+"""Break a training step down by category, from the names in torch's profile.
 
-On a GPU the kernels are counted, including those replayed from a CUDA graph. A kernel that the loss or the
-optimizer launches belongs to it; any other belongs to the category of its name. On a CPU, an operator's own
-time belongs to the outermost operator around it that has a category.
+On a GPU it counts kernels, including those replayed from a CUDA graph. A kernel that the loss or the
+optimizer launches belongs to it; any other to the category of its name. On a CPU, an operator's own time
+belongs to the outermost operator around it with a category.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from unsloth_pack import kernels
 
 CATEGORIES = ("attention", "GEMMs", "fused kernels", "loss", "optimizer", "other")
-HOST_GAPS = "host gaps"  # the rest of the step, in which the device runs nothing
+HOST_GAPS = "host gaps"  # the rest of the step, when the device is idle
 
 _OF_CALLER = (
     ("optimizer", re.compile(r"^Optimizer\.|clip_grad|_foreach_norm")),
@@ -44,7 +44,7 @@ class Breakdown:
 
     Args:
         ms: milliseconds by category, all of `CATEGORIES`.
-        busy_ms: milliseconds in which anything ran; less than the sum of `ms` if kernels overlap.
+        busy_ms: milliseconds with any activity; less than the sum of `ms` if kernels overlap.
     """
 
     ms: dict[str, float]
@@ -55,7 +55,7 @@ def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
     """Sort the time of the profiled steps into categories.
 
     Args:
-        events: of a `torch.profiler.profile` that has stopped.
+        events: of a stopped `torch.profiler.profile`.
     """
     times: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []
@@ -75,14 +75,14 @@ def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
 
 
 def kernel_category(name: str) -> str:
-    """The category of a GPU kernel."""
+    """Return the category of a GPU kernel."""
     if name in _FUSED:
         return "fused kernels"
     return _first_match(_OF_KERNEL, [name]) or "other"
 
 
 def _callers(event: Any) -> list[str]:
-    """The names of an operator and of all operators around it, the outermost first."""
+    """List the names of an operator and of all operators around it, the outermost first."""
     names = []
     while event is not None:
         names.append(event.name)
@@ -91,12 +91,12 @@ def _callers(event: Any) -> list[str]:
 
 
 def _first_match(rules: Sequence[tuple[str, re.Pattern[str]]], names: Sequence[str]) -> str | None:
-    found = (category for name in names for category, pattern in rules if pattern.search(name))
-    return next(found, None)
+    matches = (category for name in names for category, pattern in rules if pattern.search(name))
+    return next(matches, None)
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -105,7 +105,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _fused_kernels() -> Iterator[str]:
-    """This package's Triton kernels by the profiler's names, but for those that `_OF_KERNEL` sorts."""
+    """List this package's Triton kernels by the profiler's names, without those that `_OF_KERNEL` sorts."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
         if not module.name.endswith((".attention", ".token_scores")):
             yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))

@@ -1,4 +1,4 @@
-"""The request for a measured run, and its answer. Both pass between processes as JSON."""
+"""The request for a measured run, and its figures, as JSON between processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,13 @@ class Case:
 
     Args:
         model_name: "demo", a folder or a hub name of a model, not of an adapter.
-        rows: folder of tokenised documents, or of rows packed with them.
-        is_patched: whether unsloth_pack runs the model; otherwise transformers and PEFT alone.
+        rows: folder of tokenised documents, or of packed rows.
+        is_patched: True for unsloth_pack; False for plain transformers and PEFT.
         rows_per_step: rows of a micro-batch, which is the whole update.
         steps: measured or profiled steps, after the warm-up.
-        load_in_fp8: for the patched model; transformers and PEFT cannot, so the plain one stays in 16 bits.
+        load_in_fp8: of the patched model; the plain one stays in 16 bits.
         use_gradient_checkpointing: as for `get_peft_model`; the plain model recomputes unless it is False.
-        is_profiled: break the step down instead of timing it.
+        is_profiled: True to break the step down instead of timing it.
     """
 
     model_name: str
@@ -38,21 +38,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """The answer of a run.
+    """The figures of a run.
 
     Args:
-        attention: the backend that computed it.
-        step_graphs: the captured graphs of the step, or why nothing was captured; None for a plain model.
+        attention: the attention backend.
+        step_graphs: the captured graphs of the step, or the reason for none; None for a plain model.
         startup_seconds: from the start of the process to the first step: imports, weights, adapter, trainer.
-        first_step_seconds: of the first step, compilation included.
-        step_ms: mean over the steps; if they are profiled, the profiler slows the host.
-        tokens_per_second, documents_per_second: over the measured steps, padding not counted.
-        tokens_padded: share of the computed tokens that are padding.
-        peak_memory_bytes, peak_memory_of: the peak, and the memory that it is of, in words.
-        core_share: of the time of the measured steps, the part in which their thread had a core; None on a
-            GPU, for which it waits.
+        first_step_seconds: of the first step, with compilation.
+        step_ms: mean over the steps; the profiler slows the host.
+        tokens_per_second, documents_per_second: over the measured steps, without padding.
+        tokens_padded: the padding's share of the computed tokens.
+        peak_memory_bytes, peak_memory_of: the peak, and the kind of memory, in words.
+        core_share: the share of the measured time in which the thread had a core; None on a GPU.
         kernel_ms: milliseconds of a step by category; None unless profiled.
-        busy_ms: milliseconds of a step in which anything ran; None unless profiled.
+        busy_ms: milliseconds of a step with any activity; None unless profiled.
     """
 
     attention: str
@@ -71,9 +70,9 @@ class Figures:
 
 
 def plain_packing_leaks() -> bool:
-    """Whether transformers' own attention on this machine lets packed documents see each other.
+    """True if transformers' own attention on this machine leaks between packed documents.
 
-    Only FlashAttention's varlen form always keeps them apart. The other backends take the boundaries from
-    `position_ids`, and ignore them if a cache or a mask is given too.
+    Only FlashAttention's varlen form never does. The other backends read the boundaries from `position_ids`,
+    and ignore them with a cache or a mask.
     """
     return not (torch.cuda.is_available() and is_flash_attn_2_available())

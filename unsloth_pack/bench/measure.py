@@ -1,7 +1,8 @@
-"""The process of one run: `python -m unsloth_pack.bench.measure FOLDER STARTED`.
+"""Measure a case in a process of its own, which shares neither memory nor patches with other cases.
 
-It reads FOLDER/case.json and writes FOLDER/answer.json: figures, or `refused` or `failed` with one line.
-STARTED is the time, in seconds since the epoch, at which the process was requested.
+`python -m unsloth_pack.bench.measure FOLDER STARTED` reads FOLDER/case.json and writes FOLDER/answer.json:
+figures, or `refused` or `failed` with one line. STARTED is the time of the request, in seconds since the
+epoch.
 """
 
 import json
@@ -47,7 +48,12 @@ from unsloth_pack.report.terminal import document_lengths, peak_memory
 from unsloth_pack.training.trainer import RunTrainer, make_trainer, sft_config
 
 SEED = 3407
-_WARM_UP = {"cuda": 10, "cpu": 1}  # steps; kernels compile and common forms of rows are captured in them
+_WARM_UP = {"cuda": 10, "cpu": 1}  # steps, to compile kernels and capture common forms of rows
+_STDERR_TAIL = 2000  # characters of a process without an answer
+
+
+class Failed(RuntimeError):
+    """A run without figures; the message says why in one line."""
 
 
 def main(folder: Path, started: float) -> None:
@@ -65,8 +71,8 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     """Train for a few steps.
 
     Args:
-        folder: for what the trainer writes.
-        started: the `time.time()` at which the process was requested.
+        folder: for the trainer's output.
+        started: the `time.time()` of the request.
     """
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -89,11 +95,11 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
 
     n_bytes, what = peak_memory()
     documents = len(document_lengths(rows))
-    tokens_of_all = sum(map(len, rows.with_format("numpy")["input_ids"]))
+    total_tokens = sum(map(len, rows.with_format("numpy")["input_ids"]))
     figures: dict[str, Any] = {}
     if case.is_profiled:
-        found = break_down(profiler.events(), case.steps, on_gpu)
-        figures = {"kernel_ms": found.ms, "busy_ms": found.busy_ms}
+        breakdown = break_down(profiler.events(), case.steps, on_gpu)
+        figures = {"kernel_ms": breakdown.ms, "busy_ms": breakdown.busy_ms}
     patch = patch_of(model)
     return Figures(
         attention=patch.report.attn_backend if patch else model.config._attn_implementation,
@@ -102,7 +108,7 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
         first_step_seconds=watch.first_step_seconds,
         step_ms=1e3 * watch.seconds / case.steps,
         tokens_per_second=watch.tokens / watch.seconds,
-        documents_per_second=watch.tokens * documents / tokens_of_all / watch.seconds,
+        documents_per_second=watch.tokens * documents / total_tokens / watch.seconds,
         tokens_padded=1 - watch.tokens / watch.slots,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
@@ -127,7 +133,7 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
 
 
 def _plain_model(case: Case) -> tuple[Any, Any]:
-    """The same model and adapter from transformers and PEFT alone, with their best attention here."""
+    """Load the same model and adapter with plain transformers and PEFT, and their best attention here."""
     set_seed(SEED)
     source, dtype = resolve(case.model_name)[0], weight_dtype(None)
     model = load_model(
@@ -164,7 +170,7 @@ def _make_trainer(
 
 
 class _Watch(TrainerCallback):
-    """Times the first step, then all steps after the warm-up together; only these times wait for the device.
+    """Time the first step, then all steps after the warm-up together; only these times wait for the device.
 
     `on_first` and `on_last` are called when the measured steps begin and end.
     """
@@ -202,23 +208,10 @@ class _Watch(TrainerCallback):
 
 
 def _now() -> float:
-    """Seconds, read once the device has finished its work."""
+    """Return seconds once the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
-
-
-# Runs a case in a process of its own, so that it shares neither memory nor patches with other cases.
-
-_LAST_LINES = 2000  # characters of stderr that are kept of a process without an answer
-
-
-class Failed(RuntimeError):
-    """The run gave no figures. The message says why in one line."""
 
 
 def measure_apart(case: Case) -> Figures:
@@ -243,10 +236,14 @@ def measure_apart(case: Case) -> Figures:
         try:
             answer = json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            said = " ".join(done.stderr[-_LAST_LINES:].strip().splitlines()[-1:])
-            raise Failed(f"the process ended with {done.returncode}: {said or 'it said nothing'}") from None
+            last = " ".join(done.stderr[-_STDERR_TAIL:].strip().splitlines()[-1:])
+            raise Failed(f"the process ended with {done.returncode}: {last or 'it said nothing'}") from None
     if "refused" in answer:
         raise InputError(answer["refused"])
     if "failed" in answer:
         raise Failed(answer["failed"])
     return Figures(**answer)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: recompute layers in the backward pass, all or as many as memory asks for."""
+"""Gradient checkpointing: recompute all layers in the backward pass, or as many as memory requires."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,25 +16,20 @@ CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
 
 def check_mode(mode: Any) -> None:
-    """Refuse anything but a `CheckpointingMode`.
-
-    Raises:
-        InputError: `mode` is something else.
-    """
+    """Raise InputError unless `mode` is a `CheckpointingMode`."""
     if mode is not False and mode not in (True, "offload", "unsloth", "auto"):
-        raise InputError(
-            f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
-        )
+        modes = "False, True, 'offload' (or 'unsloth') or 'auto'"
+        raise InputError(f"use_gradient_checkpointing is {mode!r}; use {modes}")
 
 
 def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: CheckpointingMode) -> None:
-    """Turn gradient checkpointing on, as `use_gradient_checkpointing` asks.
+    """Turn on gradient checkpointing, as in `use_gradient_checkpointing`.
 
     Args:
         model: a patched transformers model, or a PEFT model of one.
-        mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to also hold the
-            layers' inputs in host memory until then; "auto" to recompute as few layers as the free memory of
-            the GPU allows, decided anew for every row (see `RecomputePlan`).
+        mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to also offload the
+            layers' inputs to host memory; "auto" to recompute as few layers as the GPU's free memory allows,
+            decided for every row (see `RecomputePlan`).
 
     Raises:
         InputError: any other mode.
@@ -63,7 +58,7 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
 
 
 class _Offloaded:
-    """Checkpoints a layer and holds its input in host memory."""
+    """Checkpoint a layer and offload its input to host memory."""
 
     recomputes = True
     offloads = True
@@ -77,19 +72,20 @@ class _Offloaded:
 
 
 class _AsPlanned:
-    """Checkpoints a layer of a decoder if the decoder's plan recomputes it."""
+    """Checkpoint a layer of a decoder if the decoder's plan recomputes it."""
 
     def __init__(self, decoder: Any, number: int):
         self._decoder, self._number = decoder, number
-        # Whether the layer runs checkpointed now. `FastMLP` asks in the forward pass and when it is computed
-        # again; the plan may change in between. `FastCausalLM` knows our functions by this attribute.
+        # True while the layer runs checkpointed. `FastMLP` reads it in the forward pass and the
+        # recomputation; the plan may change in between. `FastCausalLM` recognises our functions by this
+        # attribute.
         self.recomputes = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         plan = self._decoder.recompute_plan
         if not plan.keeps(self._number):
             return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
-        with plan.measured():
+        with plan.measure_layer():
             return function(*args)
 
     def _checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:

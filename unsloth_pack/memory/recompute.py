@@ -1,8 +1,9 @@
-"""Which layers to recompute in the backward pass: as few as the free memory of the GPU allows.
+"""Plan which layers to recompute in the backward pass: as few as the GPU's free memory allows.
 
-The last layers are kept, since their activations are freed before the first layers are recomputed. Two sizes
-decide how many: what a kept layer holds, and what a step needs beside that (the loss, gradients, one layer in
-its backward pass). Both are estimated before the first step, and measured afterwards.
+The last layers keep their activations, which are freed before the first layers are recomputed. Two sizes
+decide
+how many: the activations of a layer, and the rest of a step (the loss, gradients, one layer in its backward
+pass). Both are estimated before the first step, and measured afterwards.
 """
 
 import logging
@@ -17,40 +18,36 @@ from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 
 _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:
-_LAYERS_BESIDE = 3  # layers' worth of activations that a backward pass works in
+_WORKING_LAYERS = 3  # of a backward pass, in activations of a layer
 _BYTES_A_LOGIT = 10  # in 16 bits, in float32, and the gradient
 
 logger = logging.getLogger("unsloth_pack")
 
 
 class RecomputePlan:
-    """How many of a decoder's first layers are recomputed, decided for every step by its tokens.
-
-    Args:
-        decoder: a patched transformers decoder.
-    """
+    """The number of a patched decoder's first layers to recompute, decided for every step."""
 
     def __init__(self, decoder: Any):
         self.n_layers = len(decoder.layers)
         self.n_recomputed = 0
         width = decoder.get_input_embeddings().weight.element_size()
-        # Bytes a token: that a kept layer holds, and that a step needs beside the kept layers
+        # Bytes a token: of a layer's activations, and of the rest of a step
         self._per_token = width * max(_estimate(layer, decoder.config) for layer in decoder.layers)
-        self._beside = _LAYERS_BESIDE * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
+        self._beside = _WORKING_LAYERS * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
         self._is_measured = False
         self._tokens = 0
-        self._before: tuple[int, int] | None = None  # as the step began: bytes allocated, and the peak so far
-        self._said: int | None = None
+        self._before: tuple[int, int] | None = None  # bytes and peak at the beginning of the step
+        self._logged: int | None = None
 
     def __str__(self) -> str:
         return f"{self.n_recomputed} of {self.n_layers} layers are recomputed"
 
     def keeps(self, layer: int) -> bool:
-        """Whether the layer of this number, from 0, is not recomputed."""
+        """True if layer number `layer`, from 0, is not recomputed."""
         return layer >= self.n_recomputed
 
     def decide(self, tokens: int, device: torch.device) -> None:
-        """Decide for the step that begins, from the memory that is free and what the last step took."""
+        """Decide for the next step, from the free memory and the last step's peak."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         self._learn(device)
@@ -59,29 +56,29 @@ class RecomputePlan:
         n_kept = min(self.n_layers, max(0, int(room // (self._per_token * tokens))))
         self.n_recomputed, self._tokens = self.n_layers - n_kept, tokens
         self._before = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        if self.n_recomputed != self._said:
-            self._said = self.n_recomputed
+        if self.n_recomputed != self._logged:
+            self._logged = self.n_recomputed
             logger.warning(
                 "gradient checkpointing: %s at %s tokens (%.1f GiB free, %.2f GiB a layer)",
                 *(self, f"{tokens:,}", free / 2**30, self._per_token * tokens / 2**30),
             )
 
     def leaves_room(self, device: torch.device) -> bool:
-        """Whether the forward pass has left enough memory for the loss and the backward pass."""
+        """True if the forward pass has left enough memory for the loss and the backward pass."""
         if self._before is None or self.n_recomputed == self.n_layers:
             return True
         return free_bytes(device) >= self._beside * self._tokens
 
     def lower(self) -> bool:
-        """After memory ran out: expect a fifth more a token. False where all layers are recomputed anyway."""
+        """Expect a fifth more per token after memory ran out; False if all layers are recomputed already."""
         self._before = None
         self._per_token *= 1.2
         self._beside *= 1.2
         return self.n_recomputed < self.n_layers
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Goes around a layer that is kept. The first one shows how much a layer holds."""
+    def measure_layer(self) -> Iterator[None]:
+        """Measure the activations of the first layer that is not recomputed."""
         if self._is_measured or not self._tokens:
             yield
             return
@@ -91,7 +88,7 @@ class RecomputePlan:
         self._is_measured = True
 
     def _learn(self, device: torch.device) -> None:
-        """Measure what the last step needed beside the kept layers, if it set a new peak."""
+        """Measure the rest of the last step, if it set a new peak."""
         if self._before is None or not (self._is_measured or self.n_recomputed == self.n_layers):
             return
         at_rest, most = self._before
@@ -102,7 +99,7 @@ class RecomputePlan:
 
 
 def _estimate(layer: nn.Module, config: Any) -> float:
-    """Numbers that a layer holds for each token: the outputs of its projections, and four hidden states."""
+    """Estimate a layer's activations per token: the outputs of its projections, and four hidden states."""
     outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)

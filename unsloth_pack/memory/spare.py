@@ -1,7 +1,7 @@
-"""Give GPU memory back to the device when training ends.
+"""Release spare GPU memory at the end of training.
 
-Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts
-another process, all of which need that memory.
+Torch keeps the memory of its largest step, which a notebook then needs to merge, generate or start another
+process. Only callbacks learn that a trainer is done.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from unsloth_pack.layers.decoder import has_fast_decoder
 
 
 class GiveBackSpareMemory(TrainerCallback):
-    """Empty torch's cache when the training of a patched model ends."""
+    """Empty torch's cache after the training of a patched model."""
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any

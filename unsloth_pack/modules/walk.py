@@ -1,8 +1,8 @@
-"""A model's modules and parameters, listed once, since trainers walk over all of them several times a step.
+"""Cached lists of a model's modules and parameters, and their choice by patterns.
 
-Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and clears them. Each of
-these walks over all modules, some two thousand in a small model with its adapters. Together they take a third
-of a captured step.
+Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and clears them. Each
+walks over all modules, about two thousand in a small model with adapters. Together they take a third of a
+captured step.
 """
 
 import re
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     class _TransformersModel(nn.Module):
         def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int: ...
 else:
-    _TransformersModel = nn.Module  # the transformers class comes behind, when a model is patched
+    _TransformersModel = nn.Module  # a patched model has the transformers class as a further base
 
 _MODE = attrgetter("training")
 
 
 class Walkable(Protocol):
-    """Has modules and parameters that can be walked over, as every `torch.nn.Module` has."""
+    """Has modules and parameters, as every `torch.nn.Module`."""
 
     def modules(self) -> Iterator[nn.Module]:
         """As `torch.nn.Module.modules`."""
@@ -37,28 +37,27 @@ class Walkable(Protocol):
 
 
 class ModuleWalk:
-    """All that lies below one module, as long as no module or parameter is added, removed or renamed.
+    """Lists of the modules and parameters below one module, valid until one is added, removed or renamed.
 
-    Whether the lists are still right is asked several times a step. So they are compared in C, and of dicts
-    that are empty, as most are, only that they still are.
+    `is_current` runs several times a step. So it compares in C, and most dicts only for being empty.
     """
 
     def __init__(self) -> None:
         self.modules: list[tuple[str, nn.Module]] = []  # by path; a module at two paths is listed twice
         self.each: list[nn.Module] = []  # likewise, without the path
-        # By path; each is read from the dict of its module, under its name there
+        # By path, with the dict of its module and its name there
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
-        self.n_parameters: dict[bool, int] = {}  # as counted without embeddings, or with them
-        self._empty: list[dict[str, Any]] = []  # what holds no module or no parameter
-        self._inner: list[dict[str, nn.Module | None]] = []  # what holds modules
+        self.n_parameters: dict[bool, int] = {}  # without embeddings, or with them
+        self._empty: list[dict[str, Any]] = []  # dicts without a module or a parameter
+        self._inner: list[dict[str, nn.Module | None]] = []  # dicts of modules
         self._children: list[dict[str, nn.Module | None]] = []  # copies of these
-        self._holders: list[dict[str, nn.Parameter | None]] = []  # what holds parameters
+        self._holders: list[dict[str, nn.Parameter | None]] = []  # dicts of parameters
         self._keys: list[str] = []  # of these
         self._once: list[nn.Parameter] = []
-        self._ids: list[int] = []  # of all that modules held then, None among them
+        self._ids: list[int] = []  # of all parameters at that time, and of None
 
     def is_current(self, root: nn.Module) -> bool:
-        """Whether the lists are still right, but for the order in which one module holds others."""
+        """True if the lists are still right, except for the order of a module's children."""
         return (
             bool(self.modules)
             and self.modules[0][1] is root
@@ -68,7 +67,7 @@ class ModuleWalk:
         )
 
     def renew(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """List these modules, by path, the module itself first, and their parameters."""
+        """List these modules, by path, the root first, and their parameters."""
         self.modules = modules
         self.each = [module for _, module in modules]
         self.parameters = [
@@ -79,24 +78,24 @@ class ModuleWalk:
         self.n_parameters.clear()
         children = [module._modules for module in self.each]
         holders = [module._parameters for module in self.each]
-        self._empty = [*(held for held in children if not held), *(held for held in holders if not held)]
-        self._inner = [held for held in children if held]
-        self._children = [dict(held) for held in self._inner]
-        self._holders = [held for held in holders if held]
+        self._empty = [*(x for x in children if not x), *(x for x in holders if not x)]
+        self._inner = list(filter(None, children))
+        self._children = list(map(dict, self._inner))
+        self._holders = list(filter(None, holders))
         self._keys = list(chain.from_iterable(self._holders))
 
     def parameters_once(self) -> list[nn.Parameter]:
-        """The parameters that the modules hold now, each once."""
-        held_now = list(chain.from_iterable(map(dict.values, self._holders)))
-        ids = list(map(id, held_now))  # `==` of parameters would compare their numbers
+        """Return the modules' current parameters, each once."""
+        current = list(chain.from_iterable(map(dict.values, self._holders)))
+        ids = list(map(id, current))  # `==` of parameters would compare their numbers
         if ids != self._ids:
-            by_id = {id(parameter): parameter for parameter in held_now if parameter is not None}
+            by_id = {id(parameter): parameter for parameter in current if parameter is not None}
             self._ids, self._once = ids, list(by_id.values())
         return self._once
 
 
 class ListedModules(nn.Module):
-    """Gives the same modules and parameters as any `torch.nn.Module`, from lists instead of by recursion."""
+    """A `torch.nn.Module` that returns its modules and parameters from lists, without recursion."""
 
     module_walk: ModuleWalk
 
@@ -111,7 +110,7 @@ class ListedModules(nn.Module):
         """As `torch.nn.Module.named_modules`."""
         memo = set() if memo is None else memo
         if not self.module_walk.is_current(self):
-            # One by one, as most ask for the first alone while modules are added: PEFT does for each layer.
+            # Lazily: PEFT asks for the first module only, for each layer, while it adds modules
             yield from super().named_modules(memo, prefix, remove_duplicate)
             self._walk()
             return
@@ -130,8 +129,8 @@ class ListedModules(nn.Module):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen = set()
-        for name, held, key in self.module_walk.parameters:
-            parameter = held[key]
+        for name, parameters, key in self.module_walk.parameters:
+            parameter = parameters[key]
             if parameter is None or id(parameter) in seen:
                 continue
             if remove_duplicate:
@@ -145,7 +144,7 @@ class ListedModules(nn.Module):
         return iter(self.module_walk.parameters_once())
 
     def train(self, mode: bool = True) -> Any:
-        """As `torch.nn.Module.train`; sets nothing where all modules are in this mode already."""
+        """As `torch.nn.Module.train`; does nothing if all modules are in this mode already."""
         modes = map(_MODE, self._walk().each)
         if (mode is True and all(modes)) or (mode is False and not any(modes)):
             return self
@@ -153,26 +152,23 @@ class ListedModules(nn.Module):
 
 
 class CountedParameters(ListedModules, _TransformersModel):
-    """Goes before a transformers model's class: `num_parameters` counts only after a module has changed."""
+    """A base before a transformers model's class: caches `num_parameters` until a module changes."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As transformers' `num_parameters`."""
         if only_trainable:
             return super().num_parameters(only_trainable, exclude_embeddings)
-        counted = self._walk().n_parameters
-        if exclude_embeddings not in counted:
-            counted[exclude_embeddings] = super().num_parameters(exclude_embeddings=exclude_embeddings)
-        return counted[exclude_embeddings]
-
-
-# Modules and parameters that regular expressions over their names choose.
+        cache = self._walk().n_parameters
+        if exclude_embeddings not in cache:
+            cache[exclude_embeddings] = super().num_parameters(exclude_embeddings=exclude_embeddings)
+        return cache[exclude_embeddings]
 
 
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a module's path is chosen, or that of a module that holds it.
+    """Return a predicate on paths: a pattern matches the module or one of its parents.
 
-    A pattern stands for whole parts of a path: `model.layers.[01]` chooses these two layers and all that is
-    in them, `norm` every module of that name, and `.*norm` every module whose name ends so.
+    Patterns match whole parts of a path: `model.layers.[01]` matches these two layers and everything inside,
+    `norm` every module of that name, and `.*norm` every module whose name ends so.
     """
     compiled = [re.compile(rf"(?:.*\.)?(?:{pattern})(?:\..*)?") for pattern in patterns]
     return lambda path: any(pattern.fullmatch(path) for pattern in compiled)
@@ -185,35 +181,29 @@ def check_matches(
     which: str = "has weights",
     remedy: str = "give a regular expression, or a JSON list of several",
 ) -> None:
-    """Refuse a pattern that chooses nothing.
+    """Raise InputError for a pattern without a match; it names a few modules of the model.
 
     Args:
-        option: that holds the patterns.
-        paths: of all parameters that may be chosen.
-        which: what their modules have in common.
-        remedy: what to do about a pattern that chooses none of them.
-
-    Raises:
-        InputError: names the pattern, and a few names that the model has.
+        option: the option with the patterns.
+        paths: of all parameters that may match.
+        which: the common property of their modules.
+        remedy: for a pattern without a match.
     """
     known = [*paths]
     for pattern in patterns:
         if not any(map(compile_patterns([pattern]), known)):
-            some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
-            raise InputError(
-                f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} (the model has "
-                f"{some}, ...)",
-                about=option,
-            )
+            examples = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
+            problem = f"{option} holds {pattern!r}, which matches no module that {which}"
+            raise InputError(f"{problem}; {remedy} (the model has {examples}, ...)", about=option)
 
 
 def parameter_paths(model: nn.Module) -> list[str]:
-    """The paths of all parameters; of one that two modules share, both."""
+    """List the paths of all parameters; both paths of a shared one."""
     return [path for path, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def chosen_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The paths of the chosen modules that hold parameters of their own."""
+    """List the paths of the matching modules with parameters of their own."""
     is_chosen = compile_patterns(patterns)
     return [
         path
@@ -223,7 +213,7 @@ def chosen_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[str] | None) -> None:
-    """Let the parameters that `train` chooses train, or all without it, but for those that `freeze` chooses.
+    """Train the parameters that `train` matches, or all if None, except those that `freeze` matches.
 
     Raises:
         InputError: nothing is left to train.
@@ -238,35 +228,20 @@ def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[s
         if is_frozen(path):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise InputError(
-            f"train_modules is {written(train)} and freeze_modules is {written(freeze)}, which leaves "
-            "nothing to train; freeze less",
-            about=("train_modules", "freeze_modules"),
-        )
-
-
-# What a module is made of, by name.
+        options = f"train_modules is {written(train)} and freeze_modules is {written(freeze)}"
+        names = ("train_modules", "freeze_modules")
+        raise InputError(f"{options}, which leaves nothing to train; freeze less", about=names)
 
 
 def own_names(module: nn.Module) -> set[str]:
-    """The names of a module's own parameters, buffers, submodules and public attributes."""
+    """Return the names of a module's own parameters, buffers, submodules and public attributes."""
     attributes = {name for name in vars(module) if not name.startswith("_") and name != "training"}
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return attributes | {name for name, _ in (*tensors, *module.named_children())}
 
 
-# What a caller gives for a model.
-
-
 def require_model(model: Any, remedy: str = "give a transformers model, or a PEFT model of one") -> None:
-    """Refuse what is no module: None, a name, a config, a class.
-
-    Args:
-        remedy: what to give instead.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Raise InputError, with a remedy, unless `model` is a module: not None, a name, a config or a class."""
     if not isinstance(model, nn.Module):
         shown = " ".join(reprlib.repr(model).split())  # a config has many lines
         raise InputError(f"model is {shown}; {remedy}")

@@ -1,4 +1,4 @@
-"""The tool checks itself: does this very model leak, and does a packed row equal its documents alone?
+"""Check this very model: does a packed row leak, and does it equal its documents alone?
 
 `verify` is thorough and returns a report; `probe` takes two short steps and raises.
 """

@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""The report of a verification."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class Check:
     """One verdict.
 
     Args:
-        name: what was looked at.
-        value: what was measured, 0 where all is exact.
-        allowed: the most that `value` may be: 0, or a rounding error measured on the same model.
-        detail: where the value was found, or what it means that there is none.
-        passed: whether `value` is at most `allowed`, and the check could have failed.
+        name: of the check.
+        value: the measured error; 0 if exact.
+        allowed: the limit of `value`: 0, or a rounding error measured on the same model.
+        detail: where the value occurred, or the meaning of 0.
+        passed: True if `value` is at most `allowed`, and the check could have failed.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Check:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was verified, and every verdict. `print(report)` shows it as lines.
+    """All verdicts on one model. `print(report)` shows them as lines.
 
     Args:
         model_type: of the text model.
         attn_backend: of the patch, else transformers' attention implementation.
         dtype: of the weights.
-        checkpointing: whether layers are computed again in the backward pass.
+        checkpointing: True if layers are recomputed in the backward pass.
         lengths: tokens of the documents in the row.
     """
 
@@ -54,8 +54,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         checkpointing = "on" if self.checkpointing else "off"
+        model = f"{self.model_type}, attention {self.attn_backend}, {self.dtype}"
         head = (
-            f"{self.model_type}, attention {self.attn_backend}, {self.dtype}, checkpointing {checkpointing}"
+            f"{model}, checkpointing {checkpointing}; documents of {', '.join(map(str, self.lengths))} tokens"
         )
-        head += f"; documents of {', '.join(map(str, self.lengths))} tokens"
         return "\n".join([head, *map(str, self.checks)])

@@ -11,18 +11,17 @@ from torch import Tensor
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.layers.leak_probe import greatest_by_document, random_documents, side_effect_free_pass
 from unsloth_pack.verification import agreement, leaks
-from unsloth_pack.verification import agreement as images
 from unsloth_pack.verification.report import VerifyReport
 from unsloth_pack.verification.subject import Describe, Description, Subject
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
-_BEYOND_TILE = 129  # tokens: kernels of attention work on up to 128 at a time
-_BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding window
+_BEYOND_TILE = 129  # tokens: attention kernels have tiles of up to 128
+_BEYOND_WINDOW = 9  # extra tokens of a document beyond the sliding window
 _DEFAULT_ROW = 8192
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()  # whatever mode the caller is in
+@torch.enable_grad()  # in any mode of the caller
 def verify(
     model: Any,
     tokenizer: Any = None,
@@ -34,33 +33,33 @@ def verify(
     seed: int = 3407,
     progress: Callable[[str], Any] = lambda step: None,
 ) -> VerifyReport:
-    """Verify on this very model that documents of a packed row do not mix and come out as they do alone.
+    """Verify on this very model that documents of a packed row do not mix and equal the documents alone.
 
     The model runs as in training, with its adapter, backend, dtype and checkpointing, but without dropout and
-    without CUDA graphs. Modes, gradients and random states stay as they were.
+    CUDA graphs. Modes, gradients and random states stay as they were.
 
     Args:
         model: a causal language model of transformers, or a PEFT model of one; patched or not.
-        tokenizer: for `documents` that are texts.
+        tokenizer: for texts in `documents`.
         documents: two or more texts, or token ids. None: random tokens in documents of 1 to 129 tokens, and
-            one longer than each sliding window that fits into the row. A model that takes images gets a row
-            of random ones, too.
-        describe: how calls describe the row: "packed_seq_lengths", "position_ids", "trl" for all that TRL's
-            collator gives, or a function from the list of lengths to keyword arguments. With images one that
-            takes `axes`, too, gets `[3, 1, T]`, positions in time, height and width. None:
-            "packed_seq_lengths" where the model is patched, else "position_ids".
+            one longer than each sliding window that fits into the row. A model with images also gets a row of
+            random images.
+        describe: the description of the row in calls: "packed_seq_lengths", "position_ids", "trl" for TRL's
+            collator, or a function from the list of lengths to keyword arguments. With images, a function
+            with an argument `axes` gets the positions in time, height and width, `[3, 1, T]`. None:
+            "packed_seq_lengths" for a patched model, else "position_ids".
         collate: the trainer's collator, from rows with `seq_lengths` to a batch. None: TRL's.
-        max_seq_length: tokens of the row at most. None: what the model was loaded with, else 8192.
+        max_seq_length: tokens of the row at most. None: the model's, else 8192.
         seed: of the random tokens.
-        progress: is called with the name of every step as it begins.
+        progress: called with the name of every step at its beginning.
 
     Returns:
         The report; `report.passed` is the verdict.
 
     Raises:
-        InputError: `model` is no causal language model of transformers; documents that are too few, empty,
-            too long, or neither texts nor token ids of this model; texts without a tokenizer; a
-            `max_seq_length` or `seed` that cannot be.
+        InputError: `model` is no causal language model of transformers; documents are too few, empty, too
+            long, or neither texts nor token ids of this model; texts without a tokenizer; a wrong
+            `max_seq_length` or `seed`.
     """
     require_whole("seed", seed, 0, LAST_SEED)
     if max_seq_length is not None:
@@ -69,19 +68,19 @@ def verify(
     room = max_seq_length or getattr(model, "max_seq_length", None) or _DEFAULT_ROW
     generator = torch.Generator().manual_seed(int(seed))
     if documents is None:
-        row = random_documents(_lengths(subject, room), subject.vocab_size, generator)
+        row = random_documents(_choose_lengths(subject, room), subject.vocab_size, generator)
     else:
-        row = _encoded(documents, tokenizer, room, subject)
+        row = _encode(documents, tokenizer, room, subject)
     if collate is None:
         from unsloth_pack.training.trainer import row_collator
 
         collate = row_collator()
     with side_effect_free_pass(model):
-        measured = []
+        results = []
         for number in range(len(row)):
             progress(f"document {number + 1} of {len(row)} in the row and alone")
-            measured.append(_measure(subject, row, number, generator))
-        reached, moved, packed, rounded = map(list, zip(*measured, strict=True))
+            results.append(_measure(subject, row, number, generator))
+        reached, moved, packed, rounded = map(list, zip(*results, strict=True))
         progress("rounding of every document")
         against_alone = agreement.check_alone(subject, row, packed, rounded, generator)
         progress("leaks into trained gradients")
@@ -97,7 +96,7 @@ def verify(
         progress("counted tokens")
         checks += agreement.check_counting(subject, row, collate, against_alone)
         progress("images")
-        checks += images.check_images(subject, generator)
+        checks += agreement.check_images(subject, generator)
     return VerifyReport(
         model_type=subject.config.model_type,
         attn_backend=subject.attn_backend,
@@ -111,24 +110,26 @@ def verify(
 def _measure(
     subject: Subject, row: Sequence[Tensor], number: int, generator: torch.Generator
 ) -> tuple[list[float], float, agreement.Errors, agreement.Errors]:
-    """Measure one document of the row: the gradient of its loss at all embeddings, how far changes of all
-    other documents move its gradients, and the errors of its packed and of a rounded pass.
+    """Measure one document of the row.
 
-    At most two of the passes' gradients are held at a time.
+    Returns:
+        The gradient of its loss at all documents' embeddings, the change of its gradients when all other
+        documents change, and the errors of its packed and of a perturbed pass. Holds at most two passes'
+        gradients at a time.
     """
     document, start = row[number], sum(map(len, row[:number]))
     alone = subject.gradients(document, lambda: subject.logits_alone(document))
     rounded = agreement.rounded_errors(subject, document, alone)
     packed = subject.gradients(document, lambda: subject.packed_outputs(row)[number])
     own = packed.embeddings[0, start : start + len(document)]
-    errors = agreement.Errors.of(packed, alone, own)
+    errors = agreement.Errors.compare(packed, alone, own)
     del alone
     reached = greatest_by_document(packed.embeddings[0], row)
     return reached, leaks.moved_by_others(subject, row, number, packed, generator), errors, rounded
 
 
-def _lengths(subject: Subject, room: int) -> list[int]:
-    """Short documents, and before the last of them one beyond a kernel's tile and each sliding window."""
+def _choose_lengths(subject: Subject, room: int) -> list[int]:
+    """Choose short documents, and one beyond a kernel's tile and each sliding window before the last."""
     lengths = [*_LENGTHS]
     for longer in (_BEYOND_TILE, *(window + _BEYOND_WINDOW for window in sorted(subject.windows))):
         if sum(lengths) + longer <= room:
@@ -138,7 +139,7 @@ def _lengths(subject: Subject, room: int) -> list[int]:
     return lengths
 
 
-def _encoded(
+def _encode(
     documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int, subject: Subject
 ) -> list[Tensor]:
     encoded = []
@@ -150,18 +151,12 @@ def _encoded(
         ids = np.asarray(document)
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
             raise InputError(f"documents hold {reprlib.repr(document)}; give texts, or lists of token ids")
-        if (
-            len(ids) and not 0 <= ids.min() <= ids.max() < subject.vocab_size
-        ):  # on a GPU an assert would say less
-            raise InputError(
-                f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
-                f"{subject.vocab_size - 1}; give the tokenizer's of this model"
-            )
+        if len(ids) and not 0 <= ids.min() <= ids.max() < subject.vocab_size:
+            problem = f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to"
+            raise InputError(f"{problem} {subject.vocab_size - 1}; give the tokenizer's of this model")
         if subject.image_token in ids:
-            raise InputError(
-                f"documents hold token {subject.image_token}, which stands for images; give texts, or None: "
-                "images are drawn beside them"
-            )
+            problem = f"documents hold token {subject.image_token}, which stands for images"
+            raise InputError(f"{problem}; give texts, or None: images are drawn beside them")
         encoded.append(torch.as_tensor(ids, dtype=torch.int64, device="cpu"))
     lengths = [len(document) for document in encoded]
     if len(lengths) < 2 or min(lengths) == 0:

@@ -1,4 +1,4 @@
-"""The model under test: how it is called, what is measured on it, and how its state is restored.
+"""The model under test: its calls, measurements, and the restoration of its state.
 
 Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
 """
@@ -22,18 +22,18 @@ from unsloth_pack.modules.walk import require_model
 from unsloth_pack.patching.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]
-Describe = Callable[..., Mapping[str, Any]]  # of the lengths; of `axes`, too, where it takes them
+Describe = Callable[..., Mapping[str, Any]]  # from the lengths, and from `axes` if it has this argument
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the loss of one document.
+    """The loss of one document and its gradients.
 
     Args:
         loss: in nats a token.
         logits: `[L, V]` of the document.
-        embeddings: `[rows, T, C]`, of the input embeddings of everything that the model was given.
-        trained: of the trained parameters, by name.
+        embeddings: gradients of all input embeddings, `[rows, T, C]`.
+        trained: gradients of the trained parameters, by name.
     """
 
     loss: float
@@ -43,13 +43,11 @@ class Gradients:
 
 
 class Subject(ProbeSubject):
-    """A causal language model, and how its packed rows are described to it.
+    """A causal language model, and the description of its packed rows.
 
     Args:
         model: a transformers model, or a PEFT model of one, patched or not.
-        describe: "packed_seq_lengths", "position_ids", "trl" for what TRL's collator describes, or a function
-            from the lengths to what a call carries beside the ids. None: "packed_seq_lengths" where the model
-            is patched, else "position_ids".
+        describe: as for `verify`.
 
     Raises:
         InputError: the model is no module, not of transformers, or has no language model's head.
@@ -59,15 +57,11 @@ class Subject(ProbeSubject):
         require_model(model)
         patch = patch_of(model)
         if model.get_output_embeddings() is None:
-            raise InputError(
-                f"a {type(model).__name__} has no language model's head, whose logits are compared; "
-                "give a causal language model"
-            )
+            problem = f"a {type(model).__name__} has no language model's head, whose logits are compared"
+            raise InputError(f"{problem}; give a causal language model")
         self.model = model
         self.config = model.config.get_text_config()
-        self.attn_backend = (
-            patch.report.attn_backend if patch is not None else str(self.config._attn_implementation)
-        )
+        self.attn_backend = patch.report.attn_backend if patch else str(self.config._attn_implementation)
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         self.vocab_size = min(self.config.vocab_size, len(embedding))
@@ -76,7 +70,7 @@ class Subject(ProbeSubject):
         if describe is None:
             describe = "position_ids" if patch is None else "packed_seq_lengths"
         self.description = describe
-        self._describe = describe if callable(describe) else _named_description(describe)
+        self._describe = describe if callable(describe) else _get_description(describe)
         self._takes_axes = callable(describe) and "axes" in inspect.signature(describe).parameters
 
     @property
@@ -85,7 +79,7 @@ class Subject(ProbeSubject):
 
     @cached_property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: the decoder's outermost list of modules, which lies before those inside it."""
+        """The decoder layers: the decoder's first, outermost list of modules."""
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
         for module in decoder.modules():
             if isinstance(module, nn.ModuleList):
@@ -94,7 +88,7 @@ class Subject(ProbeSubject):
 
     @cached_property
     def rounds_together(self) -> bool:
-        """Whether what stands beside a document changes how kernels round it, see `FastStateLayer`."""
+        """True if a document's neighbours change how kernels round it, see `FastStateLayer`."""
         layers = [module for module in self.model.modules() if isinstance(module, FastStateLayer)]
         return any(layer.rounds_together for layer in layers if layer.boundaries is not None)
 
@@ -105,71 +99,68 @@ class Subject(ProbeSubject):
         return {w for holder in holders if isinstance(w := getattr(holder, "sliding_window", None), int)}
 
     def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
-        """The model's output for one row of all documents, `[1, T]`."""
+        """Run the model on one row of all documents, `[1, T]`."""
         described = self.described([len(document) for document in documents])
-        ids = self._of_text(torch.cat(list(documents)))[None]
+        ids = self._to_text(torch.cat(list(documents)))[None]
         return self.model(input_ids=ids, **described, **more)
 
-    def _of_text(self, ids: Tensor) -> Tensor:
-        """Random ids on the device. Where one is of images, which come without, another takes its place."""
+    def _to_text(self, ids: Tensor) -> Tensor:
+        """Move ids to the device, with another id in place of the image token."""
         ids = ids.to(self.device)
         if self.image_token is None:
             return ids
         return ids.masked_fill(ids == self.image_token, (self.image_token + 1) % self.vocab_size)
 
     def described(self, lengths: list[int], axes: Tensor | None = None) -> dict[str, Any]:
-        """What a call carries beside the ids.
+        """Return the arguments of a call beside the ids.
 
         Args:
             axes: `[3, 1, T]`, positions in time, height and width. None: those of text.
         """
         more = {}
         if self._takes_axes:
-            more["axes"] = _along(lengths)[None].expand(3, 1, -1) if axes is None else axes
+            more["axes"] = _restarting_positions(lengths)[None].expand(3, 1, -1) if axes is None else axes
         described = self._describe(lengths, **more)
         if not isinstance(described, Mapping):
-            raise InputError(
-                f"describe gives a {type(described).__name__}; give a function from the list of lengths to "
-                "keyword arguments"
-            )
+            remedy = "give a function from the list of lengths to keyword arguments"
+            raise InputError(f"describe gives a {type(described).__name__}; {remedy}")
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`[L, V]` of every document in one row of all."""
+        """Return the logits `[L, V]` of every document in one row."""
         return self.packed(documents).logits[0].split([len(document) for document in documents])
 
     def logits_alone(self, document: Tensor) -> Tensor:
-        """`[L, V]` of a document in a row of its own."""
-        return self.model(input_ids=self._of_text(document)[None], use_cache=False).logits[0]
+        """Return the logits `[L, V]` of a document alone."""
+        return self.model(input_ids=self._to_text(document)[None], use_cache=False).logits[0]
 
     def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
-        """`[L, V]` of a document in an ordinary batch of two, the shorter one padded.
+        """Return the logits `[L, V]` of a document in an ordinary batch of two, the shorter one padded.
 
-        Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
-        differs from the document alone is rounding. Without a mask, with which a patched model would run the
-        two as one packed row.
+        Rows of a batch never attend to each other, nor to padding on the right: the difference to the
+        document alone is rounding. With a mask, a patched model would run the two as one packed row.
         """
         ids = torch.zeros(2, max(len(document), len(neighbour)), dtype=torch.int64, device="cpu")
         ids[0, : len(document)], ids[1, : len(neighbour)] = document, neighbour
-        return self.model(input_ids=self._of_text(ids), use_cache=False).logits[0, : len(document)]
+        return self.model(input_ids=self._to_text(ids), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
-        """What the loss of `document` gives, whose logits `[L, V]` are what `forward` returns.
+        """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns.
 
-        Its last token is asked for the first one, so that a document of one token has a loss too.
+        The last token predicts the first one, so that a document of one token has a loss too.
         """
-        made: list[Tensor] = []
+        logits: list[Tensor] = []
 
         def loss() -> Tensor:
-            made.append(forward())
-            return loss_of(made[0], document)
+            logits.append(forward())
+            return compute_loss(logits[0], document)
 
         value, embeddings, trained = self.backward(loss)
-        return Gradients(value / len(document), made[0].detach(), embeddings, trained)
+        return Gradients(value / len(document), logits[0].detach(), embeddings, trained)
 
     def backward(self, loss: Callable[[], Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
-        """A loss, its gradient at the input embeddings of every pass that it took, `[rows, T, C]` side by
-        side, and those of the trained parameters, by name."""
+        """Return a loss, its gradients at the input embeddings of all its passes, joined `[rows, T, C]`, and
+        those of the trained parameters, by name."""
         with self.recorded_embeddings() as seen:
             value = loss()
             value.backward()
@@ -181,30 +172,30 @@ class Subject(ProbeSubject):
         return float(value.detach()), torch.cat(reached, dim=1), trained
 
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
-        """The greatest gradient at every document's embeddings, of the loss of some of them."""
+        """Return the largest gradient at every document's embeddings, of the loss of some of them."""
         with self.recorded_embeddings() as seen:
             logits = self.packed_outputs(documents)
-            torch.stack([loss_of(logits[i], documents[i]) for i in scored]).sum().backward()
+            torch.stack([compute_loss(logits[i], documents[i]) for i in scored]).sum().backward()
         for parameter in self.model.parameters():
             parameter.grad = None
         gradient = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
         return greatest_by_document(gradient[0], documents)
 
     @contextmanager
-    def rounded_otherwise(self) -> Iterator[None]:
-        """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
+    def perturbed_layers(self) -> Iterator[None]:
+        """Perturb the inputs of all layers by up to one unit in the last place, at random."""
         eps = torch.finfo(self.dtype).eps
 
         def move(hidden: Tensor) -> Tensor:
             noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
             return (hidden * (1 + eps * noise)).to(hidden.dtype)
 
-        with layers_given(move, self.layers):
+        with changed_inputs(move, self.layers):
             yield
 
     @contextmanager
     def recorded_embeddings(self) -> Iterator[list[Tensor]]:
-        """A list of what the input embedding returns meanwhile, each keeping its gradient.
+        """Record the outputs of the input embedding, with their gradients.
 
         A model with a hook is not captured into CUDA graphs, so this leaves no trace there.
         """
@@ -224,8 +215,8 @@ class Subject(ProbeSubject):
 
 
 @contextmanager
-def layers_given(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Meanwhile every layer gets what `change` makes of its hidden states, `[1, T, C]`."""
+def changed_inputs(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Apply `change` to the hidden states `[1, T, C]` of every layer's input."""
 
     def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
@@ -240,34 +231,34 @@ def layers_given(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]
             hook.remove()
 
 
-def loss_of(logits: Tensor, document: Tensor) -> Tensor:
-    """The summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
+def compute_loss(logits: Tensor, document: Tensor) -> Tensor:
+    """Compute the summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, document.roll(-1).to(logits.device), reduction="sum")
 
 
-def _named_description(name: str) -> Describe:
+def _get_description(name: str) -> Describe:
     if name == "packed_seq_lengths":
         return lambda lengths: {"packed_seq_lengths": list(lengths)}
     if name == "position_ids":
-        return lambda lengths: {"position_ids": _along(lengths)}
+        return lambda lengths: {"position_ids": _restarting_positions(lengths)}
     if name == "trl":
         from unsloth_pack.training.trainer import row_collator
 
-        return lambda lengths: _beside_the_ids(row_collator()([example_of(lengths)]))
+        def describe(lengths: list[int]) -> dict[str, Any]:
+            batch = row_collator()([build_example(lengths)])
+            return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+
+        return describe
     raise InputError(f"describe is {name!r}; choose packed_seq_lengths, position_ids, trl, or a function")
 
 
-def _along(lengths: Sequence[int]) -> Tensor:
-    """`[1, T]`: positions that restart with every document."""
+def _restarting_positions(lengths: Sequence[int]) -> Tensor:
+    """Return positions `[1, T]` that restart with every document."""
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-def example_of(lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None) -> dict:
-    """A row of a packed data set, as TRL's collator takes it."""
+def build_example(lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None) -> dict:
+    """Build a row of a packed data set for TRL's collator."""
     row = [0] * sum(lengths) if ids is None else ids.tolist()
     return {"input_ids": row, "labels": row if labels is None else labels.tolist(), "seq_lengths": [*lengths]}
-
-
-def _beside_the_ids(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
