@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unsloth_pack.api import FastLanguageModel
-from unsloth_pack.chat_templates.answers import answers_of
+from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import resolve, split_config, take_file_options
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.errors import InputError
@@ -264,7 +264,7 @@ class VisionDataCollator:
         self._make_images = make_image_family(config, image_processor)
         relabel = None
         if train_on_responses_only:
-            relabel = answers_of(tokenizer, instruction_part, response_part)
+            relabel = find_relabel(tokenizer, instruction_part, response_part)
         self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,

@@ -1,4 +1,4 @@
-"""Chat templates by name, conversations in one form, and training on the answers alone. For notebooks."""
+"""For notebooks: chat templates by name, conversations in one form, and training on answers only."""
 
 from unsloth_pack.chat_templates.answers import train_on_responses_only
 from unsloth_pack.chat_templates.formats import CHAT_FORMATS, ChatFormat

@@ -1,28 +1,28 @@
-"""Chat formats as data: what stands around each turn, as the makers of the models document it."""
+"""Chat formats as data, as documented by the makers of the models."""
 
 from dataclasses import dataclass, replace
 
-Around = tuple[str, str]  # what stands before a turn's text, and behind it
+Around = tuple[str, str]  # the text before and after a turn
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation is written as text. `{bos}` and `{end}` stand for tokens.
+    """A format of conversations as text. `{bos}` and `{end}` stand for tokens.
 
     Args:
         user: around the text of a question.
-        answer: what stands before an answer. Its last space belongs to the answer.
-        instruction_part, response_part: by which `train_on_responses_only` finds questions and answers.
+        answer: before an answer. Its last space belongs to the answer.
+        instruction_part, response_part: the markers of questions and answers for `train_on_responses_only`.
         system: around the system's text.
-        is_within_user: whether the system's text stands inside the first question.
-        end: the token that ends an answer; None for the tokenizer's end-of-sequence token.
+        is_within_user: True if the system's text is inside the first question.
+        end: the token at the end of an answer; None for the tokenizer's end-of-sequence token.
         before_end: between an answer and `end`.
-        after_answer: behind `end`, without loss.
-        default_system: the system's text where a conversation has none; None for no system turn.
+        after_answer: after `end`, without loss.
+        default_system: the default system text; None for no system turn.
         begin: before everything.
-        trims: whether white space around the text of a turn is removed.
+        trims: True to strip white space around the text of a turn.
         thinking: "hybrid" for a model that may think aloud, whose earlier answers lose their thoughts;
-            "always" for one whose every answer begins with "<think>".
+            "always" if every answer begins with "<think>".
     """
 
     user: Around
@@ -41,7 +41,7 @@ class ChatFormat:
 
 
 def _turns(before: str, behind: str, answer_of: str = "assistant") -> ChatFormat:
-    """A format that writes all roles alike: `before`, where `*` is the role, the text, and `behind`."""
+    """Build a format with the same text for all roles: `before`, where `*` is the role, and `behind`."""
     user, answer = before.replace("*", "user"), before.replace("*", answer_of)
     system, after = before.replace("*", "system"), behind.removeprefix("{end}")
     return ChatFormat((user, behind), answer, user, answer, (system, behind), after_answer=after)
@@ -111,4 +111,4 @@ CHAT_FORMATS = {
     "vicuna": _VICUNA,
     "zephyr": _ZEPHYR,
 }
-"""The formats by name. `get_chat_template` reads a name without regard to case, hyphens and dots."""
+"""The formats by name. `get_chat_template` ignores case, hyphens and dots in names."""

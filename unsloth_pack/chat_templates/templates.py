@@ -1,4 +1,8 @@
-"""`get_chat_template`: give a tokenizer the chat template of a family of models."""
+"""`get_chat_template`: set the chat template of a tokenizer by name; `standardize_sharegpt`.
+
+The Jinja templates mark answers with `{% generation %}`, for TRL's `assistant_only_loss` and the command
+line's `--train_on_responses_only`. They refuse tools, since dropping them would change the task.
+"""
 
 import json
 import re
@@ -12,11 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.chat_templates.formats import CHAT_FORMATS, ChatFormat
 from unsloth_pack.errors import InputError
-
-# Writes a chat format as the Jinja template that a tokenizer keeps.
-#
-# The template marks answers with `{% generation %}`, as TRL's `assistant_only_loss` and the command line's
-# `--train_on_responses_only` need it. It refuses tools, since dropping them would train on another task.
 
 PLAIN = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
 
@@ -90,26 +89,21 @@ _NO_THOUGHTS = """ + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is false 
 _BEGIN_THINKING = """ + '<think>\\n'"""
 
 
-def template_of(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -> str:
-    """A Jinja template.
+def build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -> str:
+    """Build the Jinja template of a chat format.
 
     Args:
-        mapping: what the keys and roles of `PLAIN` are called in the conversations.
-        end: the token that ends an answer; None for the tokenizer's end-of-sequence token.
+        mapping: the conversations' names for the keys and roles of `PLAIN`.
+        end: the token at the end of an answer; None for the tokenizer's end-of-sequence token.
     """
     names = {**PLAIN, **mapping}
     ends = _literal(end) if end is not None else "eos_token"
 
     def written(text: str) -> str:
-        """An expression for text in which `{bos}` and `{end}` stand for tokens."""
-        parts = text.replace("{bos}", "\0b\0").replace("{end}", "\0e\0").split("\0")
-        tokens = {"b": "(bos_token or '')", "e": ends}
-        made = [
-            tokens[part] if place % 2 else _literal(part)
-            for place, part in enumerate(parts)
-            if place % 2 or part
-        ]
-        return " + ".join(made) or "''"
+        """Return a Jinja expression for text in which `{bos}` and `{end}` stand for tokens."""
+        tokens = {"{bos}": "(bos_token or '')", "{end}": ends}
+        parts = filter(None, re.split(r"(\{bos\}|\{end\})", text))
+        return " + ".join(tokens.get(part) or _literal(part) for part in parts) or "''"
 
     thinks = chat.thinking is not None
     asks = {"hybrid": _NO_THOUGHTS, "always": _BEGIN_THINKING}.get(chat.thinking or "", "")
@@ -141,10 +135,7 @@ def template_of(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -
     return template
 
 
-def _literal(text: str) -> str:
-    """A string as Jinja writes it."""
-    return json.dumps(text)
-
+_literal = json.dumps  # a string in Jinja's syntax
 
 _MARK = re.compile(r"\{#- unsloth_pack: ([\w.-]+) -#\}")
 
@@ -156,45 +147,42 @@ def get_chat_template(
     map_eos_token: bool = True,
     system_message: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a chat template. No token is added, so the model keeps its size.
+    """Set a tokenizer's chat template and return the tokenizer. No token is added: the model keeps its size.
 
     Args:
-        tokenizer: changed in place, and returned.
+        tokenizer: changed in place.
         chat_template: a name in `CHAT_FORMATS`, such as "llama-3.1"; a Jinja template; or a Jinja template
-            and the token that ends an answer.
-        mapping: what the conversations call `role`, `content`, `user`, `assistant` and `system`, such as
+            and the token at the end of an answer.
+        mapping: the conversations' names for `role`, `content`, `user`, `assistant` and `system`, such as
             `{"role": "from", "content": "value", "user": "human", "assistant": "gpt"}`.
-        map_eos_token: make the token that ends an answer the tokenizer's end-of-sequence token. If the
+        map_eos_token: set the tokenizer's end-of-sequence token to the token at the end of an answer. If the
             vocabulary lacks it, the template writes the tokenizer's own instead.
-        system_message: the system's text where a conversation has none.
+        system_message: the default system text.
 
     Raises:
         InputError: an unknown name or mapping, or a tokenizer that cannot end an answer.
     """
     if not hasattr(tokenizer, "apply_chat_template"):
-        raise InputError(
-            f"tokenizer is a {type(tokenizer).__name__}; give what from_pretrained returned second"
-        )
-    given, end = chat_template if isinstance(chat_template, tuple | list) else (chat_template, None)
-    if not isinstance(given, str) or not isinstance(end, str | None):
+        kind = type(tokenizer).__name__
+        raise InputError(f"tokenizer is a {kind}; give what from_pretrained returned second")
+    template, end = chat_template if isinstance(chat_template, tuple | list) else (chat_template, None)
+    if not isinstance(template, str) or not isinstance(end, str | None):
         raise InputError(f"chat_template is {chat_template!r}; give a name, a template, or it with a token")
-    if "{%" in given or "{{" in given:
+    if "{%" in template or "{{" in template:
         if mapping or system_message:
             raise InputError("mapping and system_message need the name of a template; write them into yours")
-        template = given
     else:
-        name = _known_name(given)
+        name = _find_name(template)
         chat = CHAT_FORMATS[name]
         end = chat.end if end is None else end
         if map_eos_token and end is not None and end not in tokenizer.get_vocab():
             end = None
         if system_message is not None:
             chat = replace(chat, default_system=system_message)
-        template = _marked(name) + template_of(chat, _checked(mapping), end)
+        template = f"{{#- unsloth_pack: {name} -#}}\n" + build_template(chat, _check_mapping(mapping), end)
     if end is not None and end not in tokenizer.get_vocab() and map_eos_token:
-        raise InputError(
-            f"chat_template ends answers with {end!r}, which is no token; give one of the vocabulary"
-        )
+        problem = f"chat_template ends answers with {end!r}, which is no token"
+        raise InputError(f"{problem}; give one of the vocabulary")
     if end is None and tokenizer.eos_token is None:
         raise InputError(
             "the tokenizer has no eos_token, so no answer would ever end; set tokenizer.eos_token"
@@ -205,73 +193,64 @@ def get_chat_template(
     return tokenizer
 
 
-def parts_of(tokenizer: Any) -> tuple[str, str] | None:
-    """The markers of questions and answers, if the tokenizer's template came from a name."""
-    begins = _MARK.match(getattr(tokenizer, "chat_template", None) or "")
-    chat = CHAT_FORMATS.get(begins[1]) if begins else None
+def get_parts(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the markers of questions and answers, if the tokenizer's template was set by name."""
+    match = _MARK.match(getattr(tokenizer, "chat_template", None) or "")
+    chat = CHAT_FORMATS.get(match[1]) if match else None
     return (chat.instruction_part, chat.response_part) if chat else None
 
 
-def _marked(name: str) -> str:
-    """A comment that says which format a template writes."""
-    return f"{{#- unsloth_pack: {name} -#}}\n"
-
-
-def _known_name(name: str) -> str:
-    def bare(spelling: str) -> str:
+def _find_name(name: str) -> str:
+    def normalise(spelling: str) -> str:
         return re.sub(r"[^a-z0-9]", "", spelling.lower())
 
-    found = {bare(known): known for known in CHAT_FORMATS}.get(bare(name))
-    if found is None:
+    known = {normalise(known): known for known in CHAT_FORMATS}.get(normalise(name))
+    if known is None:
         raise InputError(
             f"chat_template is {name!r}; choose one of {', '.join(CHAT_FORMATS)}, give a Jinja template, or "
             "leave the call out to keep the tokenizer's own"
         )
-    return found
+    return known
 
 
-def _checked(mapping: Mapping[str, str] | None) -> Mapping[str, str]:
+def _check_mapping(mapping: Mapping[str, str] | None) -> Mapping[str, str]:
     for key, name in (mapping or {}).items():
         if key not in PLAIN or not isinstance(name, str):
-            raise InputError(
-                f"mapping holds {key!r}: {name!r}; its keys are {', '.join(PLAIN)}, its values text"
-            )
+            keys = f"its keys are {', '.join(PLAIN)}, its values text"
+            raise InputError(f"mapping holds {key!r}: {name!r}; {keys}")
     return mapping or {}
 
 
-# Conversations in any of the usual forms, as lists of {role, content}.
-
 _COLUMNS = ("conversations", "messages")
-_OF_SYSTEM = ("system", "developer")
-_OF_USER = ("user", "human", "input")
-_OF_ASSISTANT = ("assistant", "gpt", "chatgpt", "bot", "model", "output")
-_UNCHANGED = {"tool": "tool", "observation": "tool"}
+_SYSTEM_ALIASES = ("system", "developer")
+_USER_ALIASES = ("user", "human", "input")
+_ASSISTANT_ALIASES = ("assistant", "gpt", "chatgpt", "bot", "model", "output")
 
 
 def standardize_data_formats(
     dataset: Any,
     tokenizer: Any = None,
-    aliases_for_system: Sequence[str] = _OF_SYSTEM,
-    aliases_for_user: Sequence[str] = _OF_USER,
-    aliases_for_assistant: Sequence[str] = _OF_ASSISTANT,
+    aliases_for_system: Sequence[str] = _SYSTEM_ALIASES,
+    aliases_for_user: Sequence[str] = _USER_ALIASES,
+    aliases_for_assistant: Sequence[str] = _ASSISTANT_ALIASES,
     batch_size: int = 1000,
     num_proc: int | None = None,
 ) -> Any:
-    """The data set with its conversations as lists of `{"role": ..., "content": ...}`.
+    """Rewrite a data set's conversations as lists of `{"role": ..., "content": ...}`.
 
-    The column `conversations` or `messages` keeps its name, and the other columns stay. Turns of
-    `{from, value}` are renamed, and so are roles such as "human" and "gpt". A data set without such a column
-    is returned as it is.
+    The column `conversations` or `messages` keeps its name, and the other columns stay. Turns of `{from,
+    value}` and roles such as "human" and "gpt" are renamed. A data set without such a column is returned as
+    it is.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset`.
-        tokenizer: not needed; taken as other tools do.
+        tokenizer: ignored; accepted for compatibility.
         aliases_for_system, aliases_for_user, aliases_for_assistant: names of the roles in the data.
         batch_size, num_proc: as in `Dataset.map`; a stream takes no `num_proc`.
 
     Raises:
-        InputError: a turn has no role or no text, or a role that no alias names. The error names the row,
-            from 0. A stream raises it when the row is read.
+        InputError: a turn has no role or no text, or an unknown role. The error names the row, from 0. A
+            stream raises it when the row is read.
     """
     if not hasattr(dataset, "map"):
         raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset, such as one split")
@@ -280,25 +259,21 @@ def standardize_data_formats(
     column = next((name for name in _COLUMNS if name in columns), None)
     if column is None:
         return dataset
-    roles = dict(_UNCHANGED)
-    for role, aliases in (
-        ("system", aliases_for_system),
-        ("user", aliases_for_user),
-        ("assistant", aliases_for_assistant),
-    ):
-        roles |= dict.fromkeys(aliases, role)
-    renamed: Callable[..., Any] = partial(_renamed, column=column, roles=roles)
+    roles = {"tool": "tool", "observation": "tool"}
+    roles |= dict.fromkeys(aliases_for_system, "system") | dict.fromkeys(aliases_for_user, "user")
+    roles |= dict.fromkeys(aliases_for_assistant, "assistant")
+    rename: Callable[..., Any] = partial(_rename, column=column, roles=roles)
     options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": batch_size}
     options["remove_columns"] = [column]  # so that the turns get a new type
     if num_proc is not None and hasattr(dataset, "__len__"):
         options["num_proc"] = num_proc
-    return dataset.map(renamed, **options)
+    return dataset.map(rename, **options)
 
 
 standardize_sharegpt = standardize_data_formats
 
 
-def _renamed(
+def _rename(
     batch: dict[str, list[Any]], numbers: list[int], column: str, roles: dict[str, str]
 ) -> dict[str, list[Any]]:
     rows = zip(numbers, batch[column], strict=True)
@@ -314,17 +289,16 @@ def _conversation(number: int, column: str, turns: Any, roles: dict[str, str]) -
 def _turn(number: int, column: str, place: int, turn: Any, roles: dict[str, str]) -> dict[str, Any]:
     where = f"row {number}, column {column!r}: turn {place}"
     if not isinstance(turn, dict):
-        raise InputError(
-            f"{where} is {reprlib.repr(turn)}; write turns as {{role, content}} or {{from, value}}"
-        )
-    given = turn.get("role") if turn.get("role") is not None else turn.get("from")
+        remedy = "write turns as {role, content} or {from, value}"
+        raise InputError(f"{where} is {reprlib.repr(turn)}; {remedy}")
+    role = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    if given not in roles:
+    if role not in roles:
         raise InputError(
-            f"{where} has the role {reprlib.repr(given)}; name it in aliases_for_system, aliases_for_user or "
+            f"{where} has the role {reprlib.repr(role)}; name it in aliases_for_system, aliases_for_user or "
             f"aliases_for_assistant, or use one of {', '.join(roles)}"
         )
     if content is None:
         raise InputError(f"{where} has no content: {reprlib.repr(turn)}; fill it in or remove the row")
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    return {"role": roles[given], "content": content, **others}
+    return {"role": roles[role], "content": content, **others}

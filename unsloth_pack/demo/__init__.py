@@ -1,4 +1,4 @@
-"""Two small models of our own, the second with images, and data that a fine-tune learns on two CPU cores."""
+"""Two small models of our own, the second with images, and data for a fine-tune on two CPU cores."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ TRAIN_FILE = DATA_DIR / "train.jsonl"
 HELDOUT_FILE = DATA_DIR / "heldout.jsonl"
 BASE_HELDOUT_FILE = DATA_DIR / "base_heldout.jsonl"
 
-# Values of flags that the command line uses for the demo, unless the user gives others.
+# The command line's defaults for the demos
 DEMO_DEFAULTS = {
     "max_seq_length": 512,
     "r": 16,
@@ -23,19 +23,10 @@ DEMO_DEFAULTS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }
-
-# The same for the demo of vision.
-VISION_DEMO_DEFAULTS = {
+VISION_DEMO_DEFAULTS = DEMO_DEFAULTS | {
     "max_seq_length": 1024,
-    "r": 16,
-    "lora_alpha": 32,
-    "learning_rate": 2e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
-    "weight_decay": 0.0,
     "num_train_epochs": 2,
     "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
     "train_on_responses_only": True,
 }
 DEFAULTS = {"demo": DEMO_DEFAULTS, "vision-demo": VISION_DEMO_DEFAULTS}

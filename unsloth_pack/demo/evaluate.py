@@ -11,18 +11,18 @@ Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
 
 
 def user_text(row: Row) -> str:
-    """The user's message: the instruction, and the input on the line below."""
+    """Return the user's message: the instruction, and the input on the next line."""
     return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
 
 
 def messages(row: Row) -> list[dict[str, str]]:
-    """The row as a conversation of two turns."""
+    """Return the row as a conversation of two turns."""
     return [{"role": "user", "content": user_text(row)}, {"role": "assistant", "content": row["output"]}]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The prompt of one row (its user turn), the expected answer and the generated answer."""
+    """The user turn of one row, the expected answer and the generated answer."""
 
     prompt: str
     expected: str
@@ -35,19 +35,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """`score`: the share of rows, 0 to 1, answered exactly. `generations`: one for each row, in order."""
+    """`score`: the share of exact answers, 0 to 1. `generations`: one for each row, in order."""
 
     score: float
     generations: list[Generation]
 
 
 def exact_match(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[Row],
-    batch_size: int = 64,
+    model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 64
 ) -> ExactMatch:
-    """Greedy answers to every row, compared with its `output`. `model` is anything with `generate`.
+    """Compare greedy answers to every row with its `output`. `model` is anything with `generate`.
 
     Rows with answers of similar length share a batch, padded on the left. A batch stops a few tokens after
     its longest expected answer, because a longer answer is wrong already.
@@ -62,13 +59,13 @@ def exact_match(
 
     expected = [row["output"] for row in rows]
     answers = greedy_answers(model, tokenizer, encode, expected, batch_size)
-    return scored([user_text(row) for row in rows], expected, answers)
+    return score([user_text(row) for row in rows], expected, answers)
 
 
-def scored(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
-    """The answers to all rows beside those that were expected."""
-    generations = [Generation(*each) for each in zip(prompts, expected, answers, strict=True)]
-    return ExactMatch(sum(made.correct for made in generations) / len(generations), generations)
+def score(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
+    """Score the answers to all rows."""
+    generations = [*map(Generation, prompts, expected, answers)]
+    return ExactMatch(sum(each.correct for each in generations) / len(generations), generations)
 
 
 @torch.inference_mode()
@@ -79,10 +76,10 @@ def greedy_answers(
     expected: list[str],
     batch_size: int,
 ) -> list[str]:
-    """What a model answers, in the order of `expected`.
+    """Generate greedy answers, in the order of `expected`.
 
     Args:
-        encode: the model's inputs for the rows of these numbers, padded on the left.
+        encode: returns the model's inputs for the rows of these numbers, padded on the left.
     """
     by_length = sorted(range(len(expected)), key=lambda i: len(expected[i]))
     answers = [""] * len(expected)

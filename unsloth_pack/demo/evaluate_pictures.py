@@ -6,12 +6,12 @@ from typing import Any
 from PIL import Image
 from transformers import BatchEncoding
 
-from unsloth_pack.demo.evaluate import ExactMatch, greedy_answers, scored
+from unsloth_pack.demo.evaluate import ExactMatch, greedy_answers, score
 from unsloth_pack.demo.pictures import MARK, Row
 
 
 def exact_match(model: Any, processor: Any, rows: list[Row], batch_size: int = 64) -> ExactMatch:
-    """Greedy answers to every row of one picture and one question, compared with the row's own answer.
+    """Compare greedy answers to every row of one picture and one question with the row's answer.
 
     Args:
         model: anything with `generate`.
@@ -31,4 +31,4 @@ def exact_match(model: Any, processor: Any, rows: list[Row], batch_size: int = 6
 
     expected = [row["messages"][1]["content"] for row in rows]
     answers = greedy_answers(model, processor.tokenizer, encode, expected, batch_size)
-    return scored(questions, expected, answers)
+    return score(questions, expected, answers)

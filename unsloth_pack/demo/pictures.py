@@ -1,9 +1,9 @@
-"""Pictures of shapes, drawn from a seed, with what is to be said of them: the vision demo's data.
+"""The vision demo's data: pictures of shapes, drawn from a seed, with captions.
 
-A picture is a plane of cells, and in one to three of them stands a shape, as large as its cell or half as
-large. Two tasks are made of it: a caption in words, which the bundled base model knows, and a dense caption,
-JSON with a box for each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same
-pixels.
+A picture is a grid of cells; one to three of them have a shape, as large as its cell or half as large. Two
+tasks
+use it: a caption in words, which the bundled base model knows, and a dense caption, JSON with a box for each
+shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = {
 }
 KINDS = ("circle", "square", "triangle", "diamond")
 SIZES = {"small": 16, "large": CELL}  # pixels a side
-MARK = "<image>"  # where the picture stands in a question
+MARK = "<image>"  # the picture's place in a question
 CAPTION = "Name the shapes."
 DENSE = "Give a dense caption."
 
@@ -49,7 +49,7 @@ Row = dict[str, Any]  # `messages` with `<image>` in the question, and `images`
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """A shape in the middle of a cell. Shapes sort as they are read: by row, then by column."""
+    """A shape in the middle of a cell. Shapes sort by row, then by column."""
 
     row: int
     column: int
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def box(self) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom in pixels; right and bottom are behind the last one."""
+        """Left, top, right and bottom in pixels; right and bottom are exclusive."""
         side = SIZES[self.size]
         left, top = (CELL * place + (CELL - side) // 2 for place in (self.column, self.row))
         return left, top, left + side, top + side
@@ -71,12 +71,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """The content of a picture.
 
     Args:
         rows, columns: cells down and across.
-        paper: which of the backgrounds.
-        shapes: sorted; no two are in one cell.
+        paper: the number of the background.
+        shapes: sorted; at most one in a cell.
     """
 
     rows: int
@@ -90,20 +90,20 @@ class Scene:
         return self.columns * CELL, self.rows * CELL
 
     def caption(self) -> str:
-        """The shapes in words, such as "small red circle top left, large blue square middle right"."""
+        """Describe the shapes in words: "small red circle top left, large blue square middle right"."""
         return ", ".join(f"{shape.size} {shape.name} {self._place(shape)}" for shape in self.shapes)
 
     def dense_caption(self) -> str:
-        """The shapes as JSON, with boxes in thousandths of width and height."""
+        """Describe the shapes as JSON, with boxes in thousandths of width and height."""
         labels = [{"label": shape.name, "bbox_2d": self.thousandths(shape)} for shape in self.shapes]
         return json.dumps(labels)
 
     def thousandths(self, shape: Shape) -> list[int]:
-        """The box of a shape: left, top, right, bottom, each from 0 to 1000."""
+        """Return the box of a shape: left, top, right, bottom, each from 0 to 1000."""
         return [round(1000 * edge / side) for edge, side in zip(shape.box, self.size * 2, strict=True)]
 
     def draw(self) -> Image:
-        """The picture, RGB."""
+        """Draw the picture in RGB."""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", self.size, _PAPER[self.paper])
@@ -129,12 +129,12 @@ class Scene:
 
 
 def _word(words: tuple[str, str, str], place: int, count: int) -> str:
-    """The word for a row or a column: the first, the last, or what is between them."""
+    """Return the word for a row or a column: first, last, or between."""
     return words[0] if place == 0 else words[2] if place == count - 1 else words[1]
 
 
 def scenes(seed: int) -> Iterator[Scene]:
-    """Endless scenes, which may repeat."""
+    """Generate endless scenes, which may repeat."""
     rng = Random(seed)
     while True:
         rows, columns = rng.choice(_CELLS), rng.choice(_CELLS)
@@ -147,46 +147,47 @@ def scenes(seed: int) -> Iterator[Scene]:
 
 
 def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene]:
-    """The next `count` scenes that are not in `seen`, to which they are added."""
-    taken: list[Scene] = []
-    while len(taken) < count:
+    """Return the next `count` scenes outside `seen`, and add them to it."""
+    new: list[Scene] = []
+    while len(new) < count:
         scene = next(drawn)
         if scene not in seen:
             seen.add(scene)
-            taken.append(scene)
-    return taken
+            new.append(scene)
+    return new
 
 
 def turns(question: str, answer: str) -> list[Turn]:
-    """A question and its answer."""
+    """Return a question and its answer as turns."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def caption_row(scene: Scene) -> Row:
-    """The base model's task."""
+    """Build a row of the base model's task."""
     return picture_row(scene, turns(CAPTION, scene.caption()))
 
 
 def dense_row(scene: Scene) -> Row:
-    """The task of the fine-tune."""
+    """Build a row of the fine-tune's task."""
     return picture_row(scene, turns(DENSE, scene.dense_caption()))
 
 
-def picture_row(scene: Scene, said: list[Turn]) -> Row:
-    """A conversation about a picture: `messages`, and `images` with the bytes of a PNG file."""
+def picture_row(scene: Scene, conversation: list[Turn]) -> Row:
+    """Build a conversation about a picture: `messages`, and `images` with the bytes of a PNG file."""
     file = io.BytesIO()
     scene.draw().save(file, "PNG")
-    first = said[0] | {"content": MARK + said[0]["content"]}
-    return {"messages": [first, *said[1:]], "images": [file.getvalue()]}
+    first, *others = conversation
+    first = first | {"content": MARK + first["content"]}
+    return {"messages": [first, *others], "images": [file.getvalue()]}
 
 
 def heldout_scenes() -> list[Scene]:
-    """The scenes of the split `test`, which nothing is trained on, the bundled model neither."""
+    """Return the scenes of the split `test`, which no model trained on, not even the bundled one."""
     return distinct(scenes(seed=1), _ROWS_OF_SPLIT["test"], set())
 
 
 def dense_rows(split: str) -> list[Row]:
-    """The rows of a split of the fine-tune. No picture is in both."""
+    """Return the rows of a split of the fine-tune; no picture is in both splits."""
     held_out = heldout_scenes()
     if split == "test":
         return [dense_row(scene) for scene in held_out]

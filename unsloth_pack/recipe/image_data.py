@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from unsloth_pack.chat_templates.answers import answers_of
+from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import load_config, resolve
 from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
@@ -129,7 +129,7 @@ class ImagePreparation:
                 about=("shrink_images", "max_seq_length"),
             )
         tokenizer = self.processor.tokenizer
-        relabel = answers_of(tokenizer) if responses_only else None
+        relabel = find_relabel(tokenizer) if responses_only else None
         return VisionEncoder(
             tokenizer,
             self.tokens,
