@@ -20,13 +20,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 import unsloth_pack
 from unsloth_pack.api import FastLanguageModel

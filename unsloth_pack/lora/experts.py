@@ -205,12 +205,7 @@ class _Projection(NamedTuple):
         return gx_SI, through_adapter, gh_Sr
 
     def factor_gradients(
-        self,
-        g_SO: Tensor,
-        gh_Sr: Tensor | None,
-        x_SI: Tensor,
-        h_Sr: Tensor | None,
-        dtypes: Sequence[Any],
+        self, g_SO: Tensor, gh_Sr: Tensor | None, x_SI: Tensor, h_Sr: Tensor | None, dtypes: Sequence[Any]
     ) -> list[Tensor | None]:
         """Compute the gradients of A and B."""
         if self.adapter is None or gh_Sr is None or h_Sr is None:
