@@ -82,6 +82,7 @@ VALUES = [
     ("use_gradient_checkpointing", "offload", "offload"),
     ("use_gradient_checkpointing", "False", False),
     ("loftq_config", '{"a": 1, "b": "x", "c": true, "d": 1e-4}', {"a": 1, "b": "x", "c": True, "d": 1e-4}),
+    ("loftq_config", "{}", {}),
     ("optim_args", "momentum=0.9,nesterov=true,x=a", {"momentum": 0.9, "nesterov": True, "x": "a"}),
     ("learning_rates", '{"lm_head": 1, "(a|b)": 1e-5}', {"lm_head": 1.0, "(a|b)": 1e-5}),
     ("target_modules", "q_proj, v_proj", ["q_proj", "v_proj"]),

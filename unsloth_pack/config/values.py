@@ -97,14 +97,19 @@ def _compiled(pattern: str) -> str:
     return pattern
 
 
+def _json(text: str) -> Any:
+    """The JSON value of a text, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _listed(value: object) -> object:
     """A list, a JSON list, or the parts between the commas of a text."""
     if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            parsed = None
-        value = parsed if isinstance(parsed, list) else value.split(",")
+        parsed = _json(value)
+        return parsed if isinstance(parsed, list) else value.split(",")
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -112,15 +117,12 @@ def mapping(value: object) -> object:
     """A mapping of its text: a JSON object, or `name=value` with commas between; anything else stays."""
     if not isinstance(value, str):
         return value
-    try:
-        parsed = json.loads(value) if value.lstrip().startswith("{") else None
-    except (ValueError, RecursionError):
-        parsed = None
+    if value.lstrip().startswith("{"):
+        parsed = _json(value)
+        return value if parsed is None else parsed
     pairs = [pair.partition("=") for pair in value.split(",")]
-    names = [name.strip() for name, *_ in pairs]
-    if parsed is None and len({*names}) == len(names) and all(name and sign for name, sign, _ in pairs):
-        parsed = {name: scalar(text.strip()) for name, (*_, text) in zip(names, pairs, strict=True)}
-    return value if parsed is None else parsed
+    values = {name.strip(): scalar(text.strip()) for name, sign, text in pairs if name.strip() and sign}
+    return values if len(values) == len(pairs) else value
 
 
 def _patterns(value: object) -> object:
@@ -141,7 +143,6 @@ NotNegative = Annotated[float, Bounds(ge=0)]
 AtLeast1 = Annotated[float, Bounds(ge=1)]
 Share = Annotated[float, Bounds(ge=0, lt=1)]
 OpenShare = Annotated[float, Bounds(gt=0, lt=1)]
-Text = Annotated[str, Wanted("text in quotes")]
 FilePath = Annotated[  # the pattern refuses bytes that are not UTF-8
     str, StringConstraints(pattern=""), AfterValidator(os.path.expanduser), Wanted("text in quotes")
 ]
@@ -199,13 +200,13 @@ class DataSet(EvalSet, total=False):
 
 def _data_sets(value: object) -> object:
     """A path as it is, anything else as a list of objects."""
-    if isinstance(value, str) and ("," in value or value.lstrip().startswith(("[", "{"))):
+    is_json = isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+    if isinstance(value, str) and (is_json or "," in value):
         if os.path.exists(os.path.expanduser(value)):
             return [{"path": value}] if "," in value else value
-        try:
-            value = json.loads(value) if value.lstrip().startswith(("[", "{")) else value.split(",")
-        except (ValueError, RecursionError):
-            raise ValueError("""data sets as JSON, such as '[{"path": "a.jsonl", "weight": 2}]'""") from None
+        value = _json(value) if is_json else value.split(",")
+        if value is None:
+            raise ValueError("""data sets as JSON, such as '[{"path": "a.jsonl", "weight": 2}]'""")
     sets = [value] if isinstance(value, Mapping) else value
     return [*map(_data_set, sets)] if isinstance(sets, list | tuple) else sets
 
@@ -213,9 +214,9 @@ def _data_sets(value: object) -> object:
 def _data_set(item: object) -> object:
     if isinstance(item, str | int | float) and not isinstance(item, bool):
         return {"path": str(item).strip()}
-    return (
-        {key: each for key, each in item.items() if each is not None} if isinstance(item, Mapping) else item
-    )
+    if isinstance(item, Mapping):
+        return {key: each for key, each in item.items() if each is not None}
+    return item
 
 
 def _simplest(sets: str | list[Any]) -> str | list[Any]:
@@ -224,15 +225,12 @@ def _simplest(sets: str | list[Any]) -> str | list[Any]:
 
 
 _Path = Annotated[FilePath, Tag("[path]")]
-_BY_FORM = Discriminator(lambda value: "[sets]" if isinstance(value, list) else "[path]")
-DataSets = Annotated[
-    _Path | Annotated[list[DataSet], Field(min_length=1), Tag("[sets]")],
-    *(_BY_FORM, BeforeValidator(_data_sets), AfterValidator(_simplest)),
-]
-EvalSets = Annotated[
-    _Path | Annotated[list[EvalSet], Field(min_length=1), Tag("[sets]")],
-    *(_BY_FORM, BeforeValidator(_data_sets), AfterValidator(_simplest)),
-]
+_FORMS = (
+    Discriminator(lambda value: "[sets]" if isinstance(value, list) else "[path]"),
+    *(BeforeValidator(_data_sets), AfterValidator(_simplest)),
+)
+DataSets = Annotated[_Path | Annotated[list[DataSet], Field(min_length=1), Tag("[sets]")], *_FORMS]
+EvalSets = Annotated[_Path | Annotated[list[EvalSet], Field(min_length=1), Tag("[sets]")], *_FORMS]
 
 
 def spelt(name: str) -> str:
