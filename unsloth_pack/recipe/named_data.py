@@ -1,4 +1,4 @@
-"""The data sets that options name: as a path, or as a list of objects, see `recipe.kinds.data_sets`."""
+"""The data sets that options name: as a path, or as a list of objects, see `config.values.DataSets`."""
 
 from __future__ import annotations
 
