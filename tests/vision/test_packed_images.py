@@ -281,14 +281,14 @@ GRID = "qwen3_vl"
 def test_every_description_means_the_same(name):
     model, docs = patched(name, torch.float64), documents(name)
     lengths, longest = lengths_of(docs), max(lengths_of(docs))
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    ends, ids = torch.tensor([0, *lengths]).cumsum(0).int(), row_of(name, model, docs)["input_ids"]
     given = [
         {"packed_seq_lengths": torch.tensor(lengths)},
         {"position_ids": text_and_axes(docs)},
         {"position_ids": text_and_axes(docs)[1:], "packed_seq_lengths": lengths},
         {"position_ids": text_and_axes(docs)[:1, 0]},
         dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest),
-        dict(packed_seq_lengths=lengths, mm_token_type_ids=torch.cat([doc.types for doc in docs])[None]),
+        dict(packed_seq_lengths=lengths, mm_token_type_ids=(ids == IMAGE).int()),
     ]
     outcomes = [run_packed(name, model, docs, **describe) for describe in given]
     for outcome in outcomes[1:]:
