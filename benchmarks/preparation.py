@@ -241,7 +241,7 @@ def _ours(args) -> dict:
 
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing.dataset import pack_documents
-    from unsloth_pack.recipe.documents import prepare_documents
+    from unsloth_pack.run.documents import prepare_documents
 
     tokenizer, num_proc = AutoTokenizer.from_pretrained(args.model), args.num_proc[0]
     began = _clock()

@@ -157,7 +157,7 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
-    from unsloth_pack.recipe.documents import to_documents
+    from unsloth_pack.run.documents import to_documents
     from unsloth_pack.training.trainer import make_trainer, sft_config
 
     quieten(show_bars=False)

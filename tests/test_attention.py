@@ -29,7 +29,7 @@ from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layers.mixers import MIXERS
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.parts import mixers_by_layer
-from unsloth_pack.recipe.checks import check_backend
+from unsloth_pack.run.validate import check_backend
 
 ROWS = {
     "mixed": (1, 2, 31, 32, 33, 127, 128, 129),

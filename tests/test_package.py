@@ -15,7 +15,7 @@ ROOT = Path(unsloth_pack.__file__).parent
 
 # A room may import from itself and from those below it in this list.
 ROOMS = (
-    *("cli", "bench", "recipe", "report", "vision_api", "api", "chat_templates"),
+    *("cli", "bench", "run", "report", "vision_api", "api", "chat_templates"),
     *("unsloth_exports", "unsloth_arguments", "verification", "training", "config"),
     *("images", "packing", "checkpoints", "data", "demo"),
     *("patching", "memory", "layers", "cuda_graphs", "losses", "lora", "models", "attention", "packed_row"),
@@ -62,7 +62,7 @@ def test_imports_run_one_way(path):
     if room == "packing":
         assert not theirs & {"torch", "transformers", "trl"}
     if "trl" in theirs:
-        assert room in ("training", "recipe", "cli"), "one room knows TRL; others name its types"
+        assert room in ("training", "run", "cli"), "one room knows TRL; others name its types"
 
 
 def test_the_guide_lists_the_rooms_in_this_order():

@@ -9,11 +9,7 @@ from pathlib import Path
 from tables import table
 
 import unsloth_pack
-from unsloth_pack import (
-    chat_templates,
-    kernels,
-    packing,
-)
+from unsloth_pack import chat_templates, kernels, packing
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.config import train_parser

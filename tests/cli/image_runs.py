@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from tiny_vision import picture, save_vision_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.prepare import prepare
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run.prepare import prepare
+from unsloth_pack.run.resolve import read_options
 
 
 def make_place(place, save_model=None):

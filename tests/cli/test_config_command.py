@@ -15,8 +15,8 @@ from unsloth_pack.cli import main
 from unsloth_pack.cli.recipe import recipe_names, recipe_text
 from unsloth_pack.config import flat, load, telling_places
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.resolve import read_options
-from unsloth_pack.recipe.saved_config import save_config
+from unsloth_pack.run.folder import save_config
+from unsloth_pack.run.resolve import read_options
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ from image_runs import flags, prepared, refused, rows_of, write
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.image_files import check_images
-from unsloth_pack.recipe.prepare import prepare
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run.prepare import check_images, prepare
+from unsloth_pack.run.resolve import read_options
 
 
 @pytest.mark.parametrize("of", ["train", "eval", "stream"])
@@ -40,7 +39,7 @@ def test_a_run_that_has_learned_nothing_is_no_success(place, tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [row for row in rows_of(place) if row["images"]])
     more = ["--image_folder", folder, "--skip_broken_images", "--dataset", rows]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("unsloth_pack.recipe.prepare.check_images", lambda *a, **b: empty(folder))
+        patched.setattr("unsloth_pack.run.prepare.check_images", lambda *a, **b: empty(folder))
         said = refused(capsys, flags(place, tmp_path / "out", *more))
     assert "no token was counted in the loss, since every document had an image" in said
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()

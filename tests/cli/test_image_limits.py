@@ -10,10 +10,10 @@ from transformers import AutoImageProcessor
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.recipe import run_images
-from unsloth_pack.recipe.documents import load_tokenizer
-from unsloth_pack.recipe.resolve import read_options
-from unsloth_pack.recipe.run_images import saved_beside_run
+from unsloth_pack.run import image_rows
+from unsloth_pack.run.documents import load_tokenizer
+from unsloth_pack.run.image_rows import saved_beside_run
+from unsloth_pack.run.resolve import read_options
 
 FIRST, SECOND = 4096, 2048
 
@@ -89,7 +89,7 @@ def test_a_second_stage_on_text_needs_no_processor_that_is_not_prepared_here(pla
     options = read_options(["--init_adapter", str(first), "--dataset", str(place / "text.jsonl")])
     tokenizer = load_tokenizer(str(first))
     assert saved_beside_run(options, tokenizer, None).tokenizer is tokenizer
-    monkeypatch.setattr(run_images, "IMAGE_TOKENS", {})
+    monkeypatch.setattr(image_rows, "IMAGE_TOKENS", {})
     assert saved_beside_run(options, tokenizer, None) is tokenizer
 
 

@@ -12,8 +12,8 @@ from image_runs import flags, refused, without_folder, write
 from packs_on_disk import edit_manifest, rewrite
 
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.prepare import prepare
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run.prepare import prepare
+from unsloth_pack.run.resolve import read_options
 
 
 def pack(place, out, *more, code=0):

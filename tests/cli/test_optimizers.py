@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import Trainer
 from trl import SFTConfig
 
-from unsloth_pack.recipe.optimizers import SETTINGS, arguments_of
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run.optimizer import SETTINGS, arguments_of
+from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 
 OTHER = {  # values that are nobody's default

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
 from unsloth_pack.packing import read_manifest
-from unsloth_pack.recipe import prepare
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run import prepare
+from unsloth_pack.run.resolve import read_options
 
 CAPACITY = 128
 

@@ -17,8 +17,8 @@ from warm import torchrun
 
 from unsloth_pack.config import TrainOptions, changed
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe import sharding
 from unsloth_pack.report.callbacks import StopOnSignal
+from unsloth_pack.run import sharding
 
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
 SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}

@@ -170,7 +170,7 @@ def test_push_to_hub_offline(refused, monkeypatch):
 
 def test_what_is_pushed(train, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("unsloth_pack.recipe.checks.check_hub", lambda name: None)
+    monkeypatch.setattr("unsloth_pack.run.validate.check_hub", lambda name: None)
     monkeypatch.setattr("unsloth_pack.cli.train.upload", lambda *given: calls.append(given))
     assert train("--packing", push_to_hub="a/b", max_steps=1) == 0
     assert calls == [(tmp_path / "out", "a/b")]

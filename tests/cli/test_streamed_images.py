@@ -16,9 +16,9 @@ from tiny_vision import encoded, picture
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.images.reading import ImageSource, read_size
-from unsloth_pack.recipe.prepare import prepare
-from unsloth_pack.recipe.resolve import read_options
 from unsloth_pack.report.metrics import read_losses
+from unsloth_pack.run.prepare import prepare
+from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 
 STREAM = ["--streaming", "--num_proc", 2]

@@ -9,7 +9,7 @@ from tables import table
 from unsloth_pack.config import OPTIONS, load
 from unsloth_pack.config.names import other_trainers
 from unsloth_pack.errors import InputError, Mistakes
-from unsloth_pack.recipe.checks import check_sure
+from unsloth_pack.run.validate import check_sure
 
 THEIRS = sorted((Path(__file__).parent / "theirs").glob("*.yaml"))
 

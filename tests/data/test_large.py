@@ -25,7 +25,7 @@ from unsloth_pack.data.cache import from_cache, in_order, spans_of
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import pack_dataset
 from unsloth_pack.packing.dataset import pack_documents
-from unsloth_pack.recipe.documents import prepare_documents
+from unsloth_pack.run.documents import prepare_documents
 
 WORDS = ["one", "zwei", "drei\nund", "é😀", "five " * 9]
 ALPACA = [{"instruction": WORDS[i % 5], "input": "", "output": f"{i} {WORDS[i % 3]}"} for i in range(40)]

@@ -155,7 +155,7 @@ def test_every_process_takes_its_own_rows(name, processes, tmp_path):
 
 
 def test_documents_are_those_of_the_data_set_as_a_whole(tmp_path):
-    from unsloth_pack.recipe.documents import prepare_documents
+    from unsloth_pack.run.documents import prepare_documents
 
     rows = [
         {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a" * (n % 80)}]}

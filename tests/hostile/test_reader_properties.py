@@ -24,7 +24,7 @@ from unsloth_pack.data import load_rows, to_trl
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.recipe.documents import to_documents
+from unsloth_pack.run.documents import to_documents
 
 CPU = torch.device("cpu")
 FORMATS = ("json", "jsonl", "csv", "parquet", "txt")

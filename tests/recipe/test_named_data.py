@@ -1,6 +1,6 @@
 """The data sets that options name."""
 
-from unsloth_pack.recipe.named_data import data_sets_of
+from unsloth_pack.run.resolve import data_sets_of
 
 A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
 

@@ -5,9 +5,9 @@ from model_folder import save_model
 
 from unsloth_pack.config import TrainOptions, changed, read_record
 from unsloth_pack.errors import InputError, mistakes_of
-from unsloth_pack.recipe.model import load_run_model
-from unsloth_pack.recipe.rates import rates_of
-from unsloth_pack.recipe.what_trains import check_names_of_modules
+from unsloth_pack.run.model import load_run_model
+from unsloth_pack.run.parameters import rates_of
+from unsloth_pack.run.trained import check_names_of_modules
 from unsloth_pack.training.optimizers import check_rates
 
 CASES = {

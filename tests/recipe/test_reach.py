@@ -5,8 +5,8 @@ import json
 import pytest
 from model_folder import save_model
 
-from unsloth_pack.recipe.prepare import prepare
-from unsloth_pack.recipe.resolve import read_options
+from unsloth_pack.run.prepare import prepare
+from unsloth_pack.run.resolve import read_options
 
 # Values that no option has by itself; the names are those of transformers' `TrainingArguments`
 GIVEN = {

@@ -8,7 +8,7 @@ from tables import table
 from unsloth_pack.config import TrainOptions, flat, load
 from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.resolve import FREE_ON_RESUME, read_options, with_optimizer
+from unsloth_pack.run.resolve import FREE_ON_RESUME, read_options, with_optimizer
 
 
 @pytest.fixture(autouse=True)

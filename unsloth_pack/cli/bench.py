@@ -10,9 +10,9 @@ from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
-from unsloth_pack.recipe.machine import device_name, device_type, versions
-from unsloth_pack.recipe.named_data import paths_of
+from unsloth_pack.run.data_flags import add_data_flags, check_sources, data_options
+from unsloth_pack.run.machine import device_name, device_type, versions
+from unsloth_pack.run.resolve import paths_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -136,7 +136,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
     from unsloth_pack.checkpoints.weight_checks import check_loading, check_positions
     from unsloth_pack.packing import pack_dataset
-    from unsloth_pack.recipe.checks import check_backend
+    from unsloth_pack.run.validate import check_backend
 
     name = given.get("model_name", "demo")
     base = resolve(name)[0]
@@ -174,8 +174,8 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
 def _documents(given: Mapping[str, Any], base: str, length: int, vocab_size: int) -> "Dataset":
     from unsloth_pack.data import check_token_ids
     from unsloth_pack.packing import find_packs
-    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.recipe.image_data import refuse_images
+    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.images import refuse_images
 
     data = data_options(given)
     for path_of_data in paths_of(data.dataset):

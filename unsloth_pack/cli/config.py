@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from unsloth_pack.config import Parser, json_schema, load, telling_places, train_parser
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.checks import check_file, check_sure
-from unsloth_pack.recipe.resolve import filled_in
-from unsloth_pack.recipe.saved_config import lines_with_origins
+from unsloth_pack.run.folder import lines_with_origins
+from unsloth_pack.run.resolve import filled_in
+from unsloth_pack.run.validate import check_file, check_sure
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED
 from unsloth_pack.config import Parser
 from unsloth_pack.errors import InputError, first_line, printable
-from unsloth_pack.recipe.machine import device_type
+from unsloth_pack.run.machine import device_type
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath, NotNegative
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.data_flags import check_sources
+from unsloth_pack.run.data_flags import check_sources
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def _load_with_images(
     from unsloth_pack.cli.prompts import encode_with_images, open_images, refuse_sizes
     from unsloth_pack.images.families import make_image_family
     from unsloth_pack.images.tokens import IMAGE_TOKENS
-    from unsloth_pack.recipe.image_data import takes_images
+    from unsloth_pack.run.images import takes_images
     from unsloth_pack.vision_api import FastVisionModel
 
     if not takes_images(name):

@@ -7,8 +7,8 @@ from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import FilePath
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.folders import check_new_folder
-from unsloth_pack.recipe.second_stage import LOADED_IN, held_by_run
+from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
+from unsloth_pack.run.machine import check_new_folder
 
 _AS_TRAINED = "as the run was trained, else false"
 

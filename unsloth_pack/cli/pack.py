@@ -10,14 +10,14 @@ from unsloth_pack.config.options import TrainingOptions
 from unsloth_pack.config.values import Count, FilePath, OneOf, Seed
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.planner import STRATEGIES
-from unsloth_pack.recipe.data_flags import (
+from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
     check_sources,
     data_options,
     image_options,
 )
-from unsloth_pack.recipe.folders import check_new_folder
+from unsloth_pack.run.machine import check_new_folder
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,11 +40,11 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
-    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.recipe.image_data import prepared_images
-    from unsloth_pack.recipe.image_files import refuse_unused_folder
     from unsloth_pack.report.tables import print_packs
     from unsloth_pack.report.terminal import LastingConsole
+    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.images import prepared_images
+    from unsloth_pack.run.prepare import refuse_unused_folder
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)

@@ -10,7 +10,7 @@ from unsloth_pack.config import Parser
 from unsloth_pack.config.files import BASE
 from unsloth_pack.config.values import FilePath
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.folders import check_writable
+from unsloth_pack.run.machine import check_writable
 
 ACTIONS = {
     "list": "name every recipe, and what it is for",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.checkpoints.names import holds_model
 from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.recipe.machine import count_processes
+from unsloth_pack.run.machine import count_processes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,6 @@ from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks.optimizer import why_not_flat
-from unsloth_pack.recipe.machine import is_main_process
 from unsloth_pack.report.html import plot_lengths
 from unsloth_pack.report.metrics import MetricsFile
 from unsloth_pack.report.tables import RowsOfStream, RunFacts, RunSummary, print_banner, print_generations
@@ -30,14 +29,15 @@ from unsloth_pack.report.terminal import (
     fill_of_padded,
     peak_memory,
 )
+from unsloth_pack.run.machine import is_main_process
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 
 if TYPE_CHECKING:
     from trl import SFTConfig
 
     from unsloth_pack.config import TrainOptions
-    from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.html import ImageSeen, PackedRowSeen
+    from unsloth_pack.run.prepare import Prepared
     from unsloth_pack.training.trainer import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side

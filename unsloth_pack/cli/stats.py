@@ -11,21 +11,21 @@ from unsloth_pack.config import Parser
 from unsloth_pack.config.options import TrainingOptions
 from unsloth_pack.config.values import Count, FilePath, Seed
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.data_flags import (
+from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
     check_sources,
     data_options,
     image_options,
 )
-from unsloth_pack.recipe.folders import check_picture
+from unsloth_pack.run.machine import check_picture
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from unsloth_pack.data.mixture import Mixture
     from unsloth_pack.packing import LengthReport
-    from unsloth_pack.recipe.image_data import ImageCounts
+    from unsloth_pack.run.images import ImageCounts
 
 _UNCUT = 2**40  # tokens, more than any document has
 _DEFAULT_CAPS = (1024, 2048, 4096)
@@ -162,9 +162,9 @@ def _image_tokens(given: dict[str, Any]) -> int:
 
 
 def _mixture(given: dict[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
-    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.recipe.image_data import prepared_images
-    from unsloth_pack.recipe.image_files import refuse_unused_folder
+    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.images import prepared_images
+    from unsloth_pack.run.prepare import refuse_unused_folder
 
     data, model_name = data_options(given), given.get("model_name", "demo")
     rows = load_training_data(data)

@@ -25,26 +25,20 @@ from unsloth_pack.cli.run_errors import (
 )
 from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.forked import children_end_with_this_process
-from unsloth_pack.recipe import run_folder
-from unsloth_pack.recipe.checks import check_first, check_here, check_sure
-from unsloth_pack.recipe.hub import upload
-from unsloth_pack.recipe.machine import (
-    check_launcher,
-    count_processes,
-    is_main_process,
-    versions,
-    wait_for_all,
-)
-from unsloth_pack.recipe.resolve import filled_in
-from unsloth_pack.recipe.saved_config import save_config
+from unsloth_pack.run import folder as run_folder
+from unsloth_pack.run.folder import save_config
+from unsloth_pack.run.hub import upload
+from unsloth_pack.run.machine import check_launcher, count_processes, is_main_process, versions, wait_for_all
+from unsloth_pack.run.resolve import filled_in
+from unsloth_pack.run.validate import check_first, check_here, check_sure
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.callbacks import StopOnSignal
     from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.run.prepare import Prepared
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -75,8 +69,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(options: TrainOptions) -> int:
-    from unsloth_pack.recipe.prepare import prepare
     from unsloth_pack.report.terminal import RunConsole
+    from unsloth_pack.run.prepare import prepare
 
     prepared = prepare(options)
     run_folder.check_same_data(options, "train", prepared.train.ledger, prepared.train.fingerprint)
@@ -153,9 +147,8 @@ def _end_together() -> None:
 def _load_probed(prepared: "Prepared") -> Any:
     """The model with its adapter. If documents leak in it, the run ends here, before anything is written."""
     from unsloth_pack.patching.patch import patch_of
-    from unsloth_pack.recipe.merged_base import removed_if_refused
-    from unsloth_pack.recipe.model import load_run_model
-    from unsloth_pack.recipe.rates import rates_of
+    from unsloth_pack.run.model import load_run_model, removed_if_refused
+    from unsloth_pack.run.parameters import rates_of
     from unsloth_pack.training.cpu_master_weights import check_host_memory
     from unsloth_pack.training.distributed import loaded_whole
     from unsloth_pack.training.optimizers import check_rates
@@ -178,8 +171,8 @@ def _load_probed(prepared: "Prepared") -> Any:
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left is removed, or kept up to the checkpoint."""
     from unsloth_pack.checkpoints.atomic import remove_folder
-    from unsloth_pack.recipe.merged_base import keep_merged_base
     from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.run.model import keep_merged_base
     from unsloth_pack.training.checkpoints import ASIDE, step_of
 
     folder, output, is_main = options.folder, options.output, is_main_process()
@@ -202,8 +195,8 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
 
 
 def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "StopOnSignal") -> "RunTrainer":
-    from unsloth_pack.recipe.rates import rates_of
     from unsloth_pack.report.callbacks import MetricsCallback
+    from unsloth_pack.run.parameters import rates_of
     from unsloth_pack.training.checkpoints import DelayedSaves, EarlyStopping
     from unsloth_pack.training.trainer import make_trainer
 

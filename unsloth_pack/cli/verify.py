@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath, Seed
-from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
+from unsloth_pack.run.data_flags import add_data_flags, check_sources, data_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,8 +141,8 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
 
 def _documents(given: dict[str, Any], tokenizer: Any, room: int) -> list[list[int]]:
     """The first documents of a data set that fit into the row, each cut to half of it."""
-    from unsloth_pack.recipe.documents import load_training_data, mixed_documents
-    from unsloth_pack.recipe.image_data import refuse_images
+    from unsloth_pack.run.documents import load_training_data, mixed_documents
+    from unsloth_pack.run.images import refuse_images
 
     data = data_options(given)
     rows = load_training_data(data, _MOST_DOCUMENTS)

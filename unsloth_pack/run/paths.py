@@ -7,7 +7,7 @@ from unsloth_pack.checkpoints.places import check_model_there, is_adapter
 from unsloth_pack.checkpoints.token_file import read_new_tokens
 from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import Check, InputError, about, at_once
-from unsloth_pack.recipe.named_data import evaluation_sets, training_sets
+from unsloth_pack.run.resolve import evaluation_sets, training_sets
 
 
 def check_paths(options: TrainOptions) -> None:

@@ -38,7 +38,7 @@ from unsloth_pack.images.processor import (
 )
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
-from unsloth_pack.recipe.image_checks import refuse_image_options
+from unsloth_pack.run.validate import refuse_image_options
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _BATCH = 1000  # documents whose tokens are looked at at a time

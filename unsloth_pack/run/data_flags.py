@@ -8,8 +8,8 @@ from unsloth_pack.checkpoints.places import check_model_there
 from unsloth_pack.config import Parser
 from unsloth_pack.config.options import DataOptions, ImageOptions
 from unsloth_pack.errors import Check, at_once
-from unsloth_pack.recipe.image_checks import image_mistakes
-from unsloth_pack.recipe.named_data import check_data, training_sets
+from unsloth_pack.run.resolve import check_data, training_sets
+from unsloth_pack.run.validate import image_mistakes
 
 _OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
 _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")

@@ -81,9 +81,8 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     from unsloth_pack.checkpoints.loading import auto_class, load_config
     from unsloth_pack.lora.trained_parts import check_parts
     from unsloth_pack.modules.walk import check_matches, parameter_paths, train_only
-    from unsloth_pack.recipe.frozen import check_frozen
-    from unsloth_pack.recipe.rates import check_names_of_rates
-    from unsloth_pack.recipe.second_stage import check_same_parts
+    from unsloth_pack.run.from_adapter import check_same_parts
+    from unsloth_pack.run.parameters import check_frozen, check_names_of_rates
 
     adapter = options.adapter
     config = load_config(source)
@@ -133,7 +132,7 @@ def _check_targets(
     from unsloth_pack.checkpoints.new_tokens import rows_to_train
     from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
     from unsloth_pack.lora.trained_parts import refuse_adapted_rows
-    from unsloth_pack.recipe.second_stage import adapted_by_options
+    from unsloth_pack.run.from_adapter import adapted_by_options
 
     wanted = {**given, **of_linear_layers}
     targets = lora_targets(model, adapter.target_modules, wanted)

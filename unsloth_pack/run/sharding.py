@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import Check, InputError, about, at_once
-from unsloth_pack.recipe.machine import count_processes
+from unsloth_pack.run.machine import count_processes
 
 # transformers' `fsdp_config`; `_fsdp_config` adds the version and the wrapping
 FSDP_PRESETS: dict[str, dict[str, Any]] = {

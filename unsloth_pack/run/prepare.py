@@ -1,6 +1,8 @@
 """From options to everything that training needs besides the model, with the checks that read the data."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,26 @@ from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
 from unsloth_pack.config import TrainOptions, flat
-from unsloth_pack.config.options import DataOptions
+from unsloth_pack.config.options import DataOptions, ImageOptions
 from unsloth_pack.data import check_token_ids, tokenizer_hash
+from unsloth_pack.data.cache import scan
 from unsloth_pack.data.columns import check_used
+from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Mixture, Part
-from unsloth_pack.data.streaming import Share
+from unsloth_pack.data.rows import IMAGES
+from unsloth_pack.data.streaming import Place, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
-from unsloth_pack.errors import Together, about
-from unsloth_pack.images.prepared import holds_images
+from unsloth_pack.errors import InputError, Together, about
+from unsloth_pack.images.prepared import holds_images, source_from_record
+from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.dataset import pack_documents
-from unsloth_pack.recipe.documents import (
+from unsloth_pack.report.terminal import document_lengths
+from unsloth_pack.run.documents import (
     OpenedStream,
     RowsOfSet,
+    add_new_tokens,
     check_ids,
     first_of_stream,
     load_all,
@@ -32,26 +40,134 @@ from unsloth_pack.recipe.documents import (
     mixed_documents,
     open_training_data,
     stream_documents,
+    tokenizer_of_run,
 )
-from unsloth_pack.recipe.image_data import ImagePreparation, image_ids_of, takes_images
-from unsloth_pack.recipe.image_files import check_files_of_packs, check_images
-from unsloth_pack.recipe.image_stream import PreparedStream, refusing
-from unsloth_pack.recipe.machine import device_type
-from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
-from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer
-from unsloth_pack.recipe.resolve import with_optimizer
-from unsloth_pack.recipe.run_images import (
+from unsloth_pack.run.image_rows import (
+    PreparedStream,
     images_of_run,
     packs_of_text,
     refuse_lost_images,
+    refusing,
     saved_beside_run,
     with_images,
 )
-from unsloth_pack.recipe.run_tokenizer import add_new_tokens, tokenizer_of_run
-from unsloth_pack.recipe.sharding import sharding_arguments
-from unsloth_pack.report.terminal import document_lengths
+from unsloth_pack.run.images import ImagePreparation, image_ids_of, takes_images
+from unsloth_pack.run.machine import device_type
+from unsloth_pack.run.optimizer import arguments_of, check_optimizer
+from unsloth_pack.run.resolve import Named, evaluation_sets, name_of, with_optimizer
+from unsloth_pack.run.sharding import sharding_arguments
+from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 from unsloth_pack.training.streaming import RowStream
 from unsloth_pack.training.trainer import rows_of_an_update, sft_config
+
+# What is checked of a run's images before it begins: their files, and that one of them can be decoded.
+
+_BATCH = 1000  # rows whose images are looked at at a time
+_FIRST_DOCUMENTS = 1000  # of a stream, one of which has to have images that can be decoded
+_OF_A_FILE = ("path", "size", "mtime_ns", "sha256", "row", "column")
+
+
+def check_images(
+    images: ImagePreparation, train: "PreparedRows", evaluation: "PreparedRows | None", is_resumed: bool
+) -> None:
+    """Refuse an image folder in which no image lies, and rows of which every image is broken.
+
+    Args:
+        is_resumed: the run was started as it is, so its folder stays.
+
+    Raises:
+        InputError: names the option, or the first broken image, and the remedy.
+    """
+    if not is_resumed:
+        refuse_unused_folder(images.options, train.has_files or bool(evaluation and evaluation.has_files))
+    if images.options.skip_broken_images:
+        _check_one_can_be_decoded(images, train.rows, "learned")
+        if evaluation is not None:
+            _check_one_can_be_decoded(images, evaluation.rows, "evaluated")
+
+
+def refuse_unused_folder(options: ImageOptions, has_files: bool) -> None:
+    """Refuse an image folder where no image of the data is a file.
+
+    Raises:
+        InputError: names the folder.
+    """
+    if options.image_folder is not None and not has_files:
+        raise InputError(
+            f"image_folder is {options.image_folder!r}, and no image of the data is a file; leave out "
+            "--image_folder (null in a config file)",
+            about="image_folder",
+        )
+
+
+def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -> bool:
+    """Refuse packs whose images are files that the image folder does not hold as they were packed.
+
+    Where broken images are skipped, files may be missing or changed.
+
+    Returns:
+        Whether an image is a file.
+
+    Raises:
+        InputError: names the packs, the row of the data, the file and the remedy.
+    """
+    has_files = False
+    for table in scan(rows, [IMAGES], _BATCH):
+        for image in _files_in(table):
+            has_files = True
+            try:
+                source_from_record(image, images.folder)
+            except UnreadableImage as error:
+                if not images.options.skip_broken_images:
+                    raise UnreadableImage(f"{packs}: {error}") from None
+            except InputError as error:
+                raise InputError(f"{packs}: {error}") from None
+    return has_files
+
+
+def _files_in(table: Any) -> Sequence[dict[str, Any]]:
+    """The images of some rows that are files, each file once."""
+    found: dict[str, dict[str, Any]] = {}
+    for chunk in table[IMAGES].chunks:
+        images = chunk.flatten()
+        images = images.filter(images.field("path").is_valid())
+        columns = (images.field(name).to_pylist() for name in _OF_A_FILE)
+        for values in zip(*columns, strict=True):
+            found[values[0]] = {"bytes": None, **dict(zip(_OF_A_FILE, values, strict=True))}
+    return [*found.values()]
+
+
+def _check_one_can_be_decoded(images: ImagePreparation, rows: Dataset | RowStream, what: str) -> None:
+    """Refuse rows of which nothing is left without the documents whose images cannot be decoded.
+
+    Mostly the first row has a whole image, and is the only one that is decoded.
+    """
+    skipping = images.collator()
+    looked_at: Any = islice(_documents(rows), _FIRST_DOCUMENTS) if isinstance(rows, RowStream) else rows
+    first = None
+    for row in looked_at:
+        given: dict[str, Any] = {**row, COLUMN: row[IMAGES]}
+        if (skipping([given])["labels"] != IGNORE_INDEX).any():
+            return
+        first = first or given
+    if first is None:
+        return
+    try:
+        ImageRowCollator(images.make_images, images.token_ids, images.folder)([first])
+    except UnreadableImage as error:
+        which = "each of the first documents" if isinstance(rows, RowStream) else "each document"
+        raise InputError(
+            f"nothing would be {what}, since {which} has an image that cannot be used, such as {error}"
+        ) from None
+
+
+def _documents(stream: RowStream) -> Iterator[Mapping[str, Any]]:
+    """The documents of the first pass over a stream."""
+    for block in stream.documents.blocks(Place(), Share()):
+        yield from block.documents()
+        if block.ends_pass:
+            return
+
 
 # Options that transformers' `TrainingArguments` take as they are.
 _TRAINING_ARGUMENTS = (

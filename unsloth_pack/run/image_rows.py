@@ -1,22 +1,28 @@
 """The images of a run: whether its data has some, how they are prepared, and what that decides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import Table
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import load_config, resolve
 from unsloth_pack.config import TrainOptions, changed
 from unsloth_pack.data.cache import cores
-from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.data.tokenize import SpanMaker
+from unsloth_pack.images.prepared import (
+    ImageDocumentMaker,
+    holds_images,
+    image_document_schema,
+    without_images,
+)
 from unsloth_pack.images.processor import find_processor_folder
-from unsloth_pack.images.tokens import IMAGE_TOKENS
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds
 from unsloth_pack.packing import read_manifest
-from unsloth_pack.recipe.documents import RowsOfSet
-from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
-from unsloth_pack.recipe.image_data import (
+from unsloth_pack.run.documents import RowsOfSet
+from unsloth_pack.run.images import (
     ImagePreparation,
     image_ids_of,
     image_preparation,
@@ -25,6 +31,7 @@ from unsloth_pack.recipe.image_data import (
     refuse_image_tokens,
     takes_images,
 )
+from unsloth_pack.run.validate import check_run_with_images, refuse_image_options
 
 _MOST_WORKERS = 8  # that decode images, unless the options say how many
 
@@ -109,3 +116,45 @@ def refuse_lost_images(rows: Dataset, tokenizer: Any, options: TrainOptions, wha
     token_ids = image_ids_of(options.model.model_name, tokenizer)
     if token_ids is not None:
         refuse_image_tokens(rows, token_ids, what, remedy)
+
+
+# Rows with images in a stream, and rows of text for a model that takes images.
+
+
+class PreparedStream:
+    """Makes documents of rows with images, as `data.streamed.StreamedImages` says.
+
+    Args:
+        images: how they are prepared.
+        max_length: tokens of the longest document.
+        responses_only: only answers count in the loss.
+
+    Raises:
+        InputError: images are to be shrunk, and the model's cannot.
+    """
+
+    def __init__(self, images: ImagePreparation, max_length: int, responses_only: bool):
+        self.schema = image_document_schema()
+        self._images, self._max_length = images, max_length
+        self._encode = images.encoder(max_length, responses_only)
+
+    def are_in(self, rows: Dataset) -> bool:
+        return holds_images(rows)
+
+    def maker(self, rows: Dataset, numbers: range) -> SpanMaker:
+        return ImageDocumentMaker(rows, self._encode, self._max_length, self._images.folder, numbers=numbers)
+
+    def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
+        return self._images.unused_columns(rows)
+
+    def beside(self, table: Table) -> Table:
+        return without_images(Dataset(table)).data.table.cast(self.schema)
+
+
+def refusing(token_ids: ImageTokenIds) -> Callable[[Table, str], None]:
+    """What refuses documents of text that hold tokens of images, as `data.streamed` calls it."""
+
+    def check(table: Table, what: str) -> None:
+        refuse_image_tokens(Dataset(table), token_ids, what, "take it out of the text")
+
+    return check

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.config.options import TrainingOptions, TrainOptions
 from unsloth_pack.config.values import Count, NotNegative, Positive, Refused, Share, read_as
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.recipe.library_names import names_in
-from unsloth_pack.recipe.machine import count_processes
+from unsloth_pack.run.library_names import names_in
+from unsloth_pack.run.machine import count_processes
 
 if TYPE_CHECKING:
     import torch
