@@ -322,7 +322,7 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
         return plan._beside * plan._tokens * (0.9 if len(tried) < 2 else 1.0)
 
     monkeypatch.setattr(plan, "decide", decide)
-    monkeypatch.setattr(plan, "measured", nullcontext)
+    monkeypatch.setattr(plan, "measure_layer", nullcontext)
     monkeypatch.setattr(recompute, "free_bytes", free)
     monkeypatch.setattr(plan, "lower", lambda: len(tried) < plan.n_layers)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

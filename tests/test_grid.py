@@ -196,12 +196,12 @@ def test_dropout_that_is_left_out(monkeypatch):
 
 @pytest.mark.usefixtures("few_draws")
 def test_dropout_that_gradients_pass_by(monkeypatch):
-    dropped = arithmetic.Layer.dropped
+    dropped = arithmetic.Layer.apply_dropout
 
     def not_of_gradients(layer, x, first_row, add_to=None):
         return dropped(layer, x, first_row) if add_to is None else add_to.add_(x)
 
-    monkeypatch.setattr(arithmetic.Layer, "dropped", not_of_gradients)
+    monkeypatch.setattr(arithmetic.Layer, "apply_dropout", not_of_gradients)
     failed = failures("dropout", "bfloat16")
     assert failed
     assert not any(text.startswith("logits: ") for text in failed)
