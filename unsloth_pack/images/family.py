@@ -17,11 +17,11 @@ from unsloth_pack.models.spec import TOKEN_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-Made = TypeVar("Made")
+Prepared = TypeVar("Prepared")
 RGB = 3
 
 
-class ImageFamily(ABC, Generic[Made]):
+class ImageFamily(ABC, Generic[Prepared]):
     """Prepare images as the processor of a family of models does, with its own image processor.
 
     Args:
@@ -97,19 +97,19 @@ class ImageFamily(ABC, Generic[Made]):
         """Return the arguments of the image processor."""
 
     @abstractmethod
-    def cut_made(self, made: Any, place: int) -> Cut:
+    def cut_from_output(self, output: Any, place: int) -> Cut:
         """Return the tokens of one image of the image processor's output."""
 
     @abstractmethod
-    def _taken(self, made: Any, of_document: int) -> Made:
+    def _take_first(self, output: Any, of_document: int) -> Prepared:
         """Return the first image of the image processor's output; its values are those of pixels."""
 
     @abstractmethod
-    def cut_of(self, image: Made) -> Cut:
+    def get_cut(self, image: Prepared) -> Cut:
         """Return the tokens of a prepared image."""
 
     @abstractmethod
-    def arguments(self, images: Sequence[Made], by_document: Sequence[int]) -> dict[str, Any]:
+    def arguments(self, images: Sequence[Prepared], by_document: Sequence[int]) -> dict[str, Any]:
         """Return a model's arguments for the images of a row; `pixel_values` are uint8, see `normalised`.
 
         Args:
@@ -121,7 +121,7 @@ class ImageFamily(ABC, Generic[Made]):
     def normalised(self, values: Tensor) -> Tensor:
         """Normalise uint8 `pixel_values` to float32, on their device."""
 
-    def grids(self, images: Sequence[Made]) -> np.ndarray | None:
+    def grids(self, images: Sequence[Prepared]) -> np.ndarray | None:
         """Return `[images, 3]` tokens in time, height and width if positions depend on them; else None."""
         return None
 
@@ -158,7 +158,7 @@ class ImageFamily(ABC, Generic[Made]):
         except ValueError as error:
             _refuse(source, size, str(error))
 
-    def __call__(self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1) -> Made:
+    def __call__(self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1) -> Prepared:
         """Read, resize and cut an image.
 
         Raises:
@@ -167,7 +167,7 @@ class ImageFamily(ABC, Generic[Made]):
         # Neither rescaled nor normalised, values stay whole numbers
         plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
         images = self._list_inputs(read_pixels(source), of_document)
-        return self._taken(self._processor(images, **plain, **self._options(most_pixels)), of_document)
+        return self._take_first(self._processor(images, **plain, **self._options(most_pixels)), of_document)
 
     def _list_inputs(self, image: Any, of_document: int) -> list[Any]:
         return [image]

@@ -27,7 +27,7 @@ class Gemma3Images(TiledImages):
     def saved(self) -> dict[str, Any]:
         return {"image_seq_length": self._of_tile}
 
-    def cut_made(self, made: Any, place: int) -> Cut:
+    def cut_from_output(self, output: Any, place: int) -> Cut:
         return Cut(whole=self._of_tile)
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:

@@ -36,8 +36,8 @@ class PixtralImages(TiledImages):
         merge = self._config.spatial_merge_size
         return {"patch_size": self._token // merge, "spatial_merge_size": merge}
 
-    def cut_made(self, made: Any, place: int) -> Cut:
-        height, width = (int(n) for n in made["image_sizes"][place])
+    def cut_from_output(self, output: Any, place: int) -> Cut:
+        height, width = (int(n) for n in output["image_sizes"][place])
         return Cut(height // self._token, 1, width // self._token)
 
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
@@ -61,9 +61,11 @@ class PixtralImages(TiledImages):
         size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
         return {"patch_size": self._token} | size
 
-    def _taken(self, made: Any, of_document: int) -> Tiles:
-        height, width = (int(n) for n in made["image_sizes"][0])
-        return Tiles(made["pixel_values"].astype(np.uint8), (height, width), self.cut_made(made, 0))
+    def _take_first(self, output: Any, of_document: int) -> Tiles:
+        height, width = (int(n) for n in output["image_sizes"][0])
+        return Tiles(
+            output["pixel_values"].astype(np.uint8), (height, width), self.cut_from_output(output, 0)
+        )
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
         if not self._processor.do_resize:

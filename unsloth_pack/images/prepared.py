@@ -338,7 +338,7 @@ def decoded(
         UnreadableImage: the image cannot be read, or has another size.
     """
     image = make(source, most_pixels, of_document)
-    actual, expected = make.cut_of(image), make.cut(source, size, most_pixels, of_document)
+    actual, expected = make.get_cut(image), make.cut(source, size, most_pixels, of_document)
     if actual != expected:
         raise UnreadableImage(
             f"row {source.index}, column {source.column!r}: {source.shown} has {actual.tokens} tokens, and "

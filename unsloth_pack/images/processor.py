@@ -97,7 +97,7 @@ class VisionProcessor(ProcessorMixin):
         """Return the text for an image's token."""
         assert self._maker is not None
         assert self._tokens is not None
-        cut = self._maker.cut_made(image_inputs, image_idx)
+        cut = self._maker.cut_from_output(image_inputs, image_idx)
         return self._tokens.writing.text(cut, self._tokens.placeholder)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:

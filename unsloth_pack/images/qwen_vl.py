@@ -67,10 +67,10 @@ class QwenVLImages(ImageFamily[Patches]):
         pixels = self._scaled(values.reshape(len(values), RGB, 1, -1))
         return pixels.expand(-1, -1, self._frames, -1).reshape(len(values), -1)
 
-    def cut_made(self, made: Any, place: int) -> Cut:
-        return Cut(whole=int(made["image_grid_thw"][place].prod()) // self.merge_size**2)
+    def cut_from_output(self, output: Any, place: int) -> Cut:
+        return Cut(whole=int(output["image_grid_thw"][place].prod()) // self.merge_size**2)
 
-    def cut_of(self, image: Patches) -> Cut:
+    def get_cut(self, image: Patches) -> Cut:
         return Cut(whole=len(image.values) // self.merge_size**2)
 
     def grids(self, images: Sequence[Patches]) -> np.ndarray:
@@ -101,9 +101,9 @@ class QwenVLImages(ImageFamily[Patches]):
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         return {} if most_pixels is None else {"size": self._limits(most_pixels)}
 
-    def _taken(self, made: Any, of_document: int) -> Patches:
-        frames = made["pixel_values"].reshape(len(made["pixel_values"]), RGB, self._frames, -1)
-        time, height, width = (int(n) for n in made["image_grid_thw"][0])
+    def _take_first(self, output: Any, of_document: int) -> Patches:
+        frames = output["pixel_values"].reshape(len(output["pixel_values"]), RGB, self._frames, -1)
+        time, height, width = (int(n) for n in output["image_grid_thw"][0])
         return Patches(frames[:, :, 0].astype(np.uint8).reshape(len(frames), -1), (time, height, width))
 
     @property

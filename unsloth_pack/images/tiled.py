@@ -41,7 +41,7 @@ class Tiles:
 class TiledImages(ImageFamily[Tiles]):
     """The common part of the families below."""
 
-    def cut_of(self, image: Tiles) -> Cut:
+    def get_cut(self, image: Tiles) -> Cut:
         return image.cut
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
@@ -57,9 +57,9 @@ class TiledImages(ImageFamily[Tiles]):
         """Tokens of a tile."""
         return self._grid_side**2
 
-    def _taken(self, made: Any, of_document: int) -> Tiles:
-        values = made["pixel_values"]
-        return Tiles(values.astype(np.uint8), (0, 0), self.cut_made(made, 0))
+    def _take_first(self, output: Any, of_document: int) -> Tiles:
+        values = output["pixel_values"]
+        return Tiles(values.astype(np.uint8), (0, 0), self.cut_from_output(output, 0))
 
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
@@ -95,8 +95,8 @@ class SplitImages(TiledImages):
     def saved(self) -> dict[str, Any]:
         return {"image_seq_len": self._of_tile}
 
-    def cut_made(self, made: Any, place: int) -> Cut:
-        lines, columns = ([n for row in made[name] for n in row][place] for name in ("rows", "cols"))
+    def cut_from_output(self, output: Any, place: int) -> Cut:
+        lines, columns = ([n for row in output[name] for n in row][place] for name in ("rows", "cols"))
         return self._cut_into(int(lines), int(columns))
 
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ class SplitImages(TiledImages):
         size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
         return {"return_row_col_info": True} | size
 
-    def _taken(self, made: Any, of_document: int) -> Tiles:
-        return Tiles(made["pixel_values"][0].astype(np.uint8), (0, 0), self.cut_made(made, 0))
+    def _take_first(self, output: Any, of_document: int) -> Tiles:
+        return Tiles(output["pixel_values"][0].astype(np.uint8), (0, 0), self.cut_from_output(output, 0))
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
         if not self._processor.do_image_splitting:
@@ -170,8 +170,8 @@ class CanvasImages(TiledImages):
     def saved(self) -> dict[str, Any]:
         return {"image_seq_length": self._of_tile}
 
-    def cut_made(self, made: Any, place: int) -> Cut:
-        return Cut(whole=int(made["num_patches"][place]) * self._of_tile)
+    def cut_from_output(self, output: Any, place: int) -> Cut:
+        return Cut(whole=int(output["num_patches"][place]) * self._of_tile)
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         least, most = self._processor.min_patches, self._processor.max_patches
@@ -225,10 +225,10 @@ class AnyresImages(TiledImages):
             "vision_aspect_ratio": self._config.vision_aspect_ratio,
         }
 
-    def cut_made(self, made: Any, place: int) -> Cut:
-        counts = [int(n) for n in made["batch_num_images"]]
+    def cut_from_output(self, output: Any, place: int) -> Cut:
+        counts = [int(n) for n in output["batch_num_images"]]
         of_document = np.repeat(counts, counts)[place]
-        height, width = (int(n) for n in made["image_sizes"][place])
+        height, width = (int(n) for n in output["image_sizes"][place])
         return self._cut(height, width, None, int(of_document))
 
     def _count_tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
@@ -262,10 +262,10 @@ class AnyresImages(TiledImages):
         # The processor cuts no image of a list with two; the second one is small
         return [[image] if of_document == 1 else [image, image.crop((0, 0, 8, 8))]]
 
-    def _taken(self, made: Any, of_document: int) -> Tiles:
-        height, width = (int(n) for n in made["image_sizes"][0])
-        cut = self.cut_made(made, 0)
-        return Tiles(made["pixel_values"][0].astype(np.uint8), (height, width), cut)
+    def _take_first(self, output: Any, of_document: int) -> Tiles:
+        height, width = (int(n) for n in output["image_sizes"][0])
+        cut = self.cut_from_output(output, 0)
+        return Tiles(output["pixel_values"][0].astype(np.uint8), (height, width), cut)
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
         from transformers.image_processing_utils import select_best_resolution

@@ -113,16 +113,16 @@ class _GatedMLP(torch.autograd.Function):
         ctx.h_down = []  # `[t, r]` of each tile
         ctx.stored = plan.keep and should_store(max(p.b_Or.shape[1] for p in inner.layers))
         x_NI = x.reshape(-1, x.shape[-1])
-        kept = _Inside.compute(x_NI, inner) if plan.keep else None
+        cached = _Inside.compute(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
         for tile in _tiles(len(x_NI), down.a.shape[1], plan.keep):
-            inside = _Inside.compute(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
+            inside = _Inside.compute(x_NI[tile], inner, tile.start) if cached is None else cached.tile(tile)
             product_tF = gated_lora_(*inside.gate_and_up, plan.activation, ctx.stored)
             _, h_tr = arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
             ctx.h_down.append(h_tr)
             del inside, product_tF  # before those of the next tile are allocated
         if plan.start is None:
-            ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
+            ctx.save_for_backward(*inputs, *([] if cached is None else [cached.h, *cached.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         ctx.versions = arithmetic.record_versions(plan.frozen, detached)
@@ -138,7 +138,7 @@ class _GatedMLP(torch.autograd.Function):
         rest = saved[plan.n_inputs :]
         g_NO = grad.reshape(-1, grad.shape[-1])
         inner, down = _dequantised(ctx.stacks, x_NI.dtype)
-        kept = _Inside(rest[0], rest[1:], inner.layers, ctx.stored) if rest else None
+        cached = _Inside(rest[0], rest[1:], inner.layers, ctx.stored) if rest else None
         trains_bias = ctx.needs_input_grad[3::3]
         grad_x_NI = None
         if ctx.needs_input_grad[0]:  # a tile of x is not read again after its gradient is computed
@@ -146,11 +146,11 @@ class _GatedMLP(torch.autograd.Function):
         inner_columns = None if grad_x_NI is None else arithmetic.transpose_fp8(inner.layers)
         down_columns = arithmetic.transpose_fp8(down.layers)
         # Gradients overwrite gate and up unless those may be read again
-        stays = kept is not None and not is_last_pass()
+        stays = cached is not None and not is_last_pass()
         sums: list[Tensor] = []
         for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1], plan.keep), ctx.h_down, strict=True):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
-            inside = _Inside.compute(x_tI, inner, row) if kept is None else kept.tile(tile)
+            inside = _Inside.compute(x_tI, inner, row) if cached is None else cached.tile(tile)
             grads = [torch.empty_like(y) for y in inside.outputs] if stays else inside.outputs
             down_grads, inner_b_grads = _backward_through_down(
                 g_tO, h_tr, inside, grads, plan.activation, down, row, down_columns

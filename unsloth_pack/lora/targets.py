@@ -22,16 +22,16 @@ from unsloth_pack.lora.expert_stacks import is_experts, list_ungated_stacks
 from unsloth_pack.models import arch_spec_for
 
 
-def check_patterns(adapted: Sequence[str], given: Mapping[str, Any]) -> None:
+def check_patterns(adapted: Sequence[str], options: Mapping[str, Any]) -> None:
     """Refuse a pattern that no adapted path matches, for example q_proj in a model with one qkv_proj.
 
-    PEFT ignores such a pattern without a word. given: fields of the `LoraConfig`.
+    PEFT ignores such a pattern without a word. options: fields of the `LoraConfig`.
 
     Raises:
         InputError: names the pattern.
     """
     for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in given.get(field) or {}:
+        for pattern in options.get(field) or {}:
             try:
                 matches = re.compile(rf"(.*\.)?({pattern})$").match  # as in PEFT
             except re.error as error:
@@ -105,13 +105,15 @@ class Targets:
     paths: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def config_fields(self, r: int, lora_alpha: float, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a `LoraConfig`; the caller's fields in `given` take precedence."""
-        fields = {**given, "target_modules": self.modules}
+    def config_fields(self, r: int, lora_alpha: float, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a `LoraConfig`; the caller's fields in `options` take precedence."""
+        fields = {**options, "target_modules": self.modules}
         if self.parameters:
-            fields["target_parameters"] = sorted({*(given.get("target_parameters") or ()), *self.parameters})
+            fields["target_parameters"] = sorted(
+                {*(options.get("target_parameters") or ()), *self.parameters}
+            )
         for name, value in (("rank_pattern", 2 * r), ("alpha_pattern", 2 * lora_alpha)):
-            patterns = dict(given.get(name) or {})
+            patterns = dict(options.get(name) or {})
             if self.doubles_gate_and_up:
                 patterns.setdefault(r".*\.gate_up_proj", value)  # PEFT's own pattern
             fields[name] = make_order_independent(patterns, self.paths)
@@ -150,14 +152,14 @@ def _join_names(model: Any, names: str | Collection[str], notes: list[str]) -> s
 
 
 def _choose_ungated_stacks(
-    model: nn.Module, names: str | Collection[str], given: Mapping[str, Any], notes: list[str]
+    model: nn.Module, names: str | Collection[str], options: Mapping[str, Any], notes: list[str]
 ) -> tuple[str, ...]:
     """Choose `target_parameters` for experts without a gate."""
-    if given.get("target_parameters"):
+    if options.get("target_parameters"):
         return ()
     paths = filter(_make_matcher(names), list_ungated_stacks(model))
-    chosen = tuple(path for path in paths if _is_kept(given, *path.rpartition(".")[::2]))
-    refused = [name for name in ("lora_dropout", "use_dora") if given.get(name)]
+    chosen = tuple(path for path in paths if _is_selected(options, *path.rpartition(".")[::2]))
+    refused = [name for name in ("lora_dropout", "use_dora") if options.get(name)]
     if chosen and refused:
         notes.append(f"{chosen[0]} and the other experts are not adapted: PEFT has no {refused[0]} for them")
         return ()
@@ -165,7 +167,7 @@ def _choose_ungated_stacks(
 
 
 def lora_targets(
-    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any] | None = None
+    model: Any, target_modules: str | Collection[str] | None, options: Mapping[str, Any] | None = None
 ) -> Targets:
     """Choose the targets of an adapter.
 
@@ -173,21 +175,21 @@ def lora_targets(
         target_modules: names of layers, whole paths or their ends; a regular expression of whole paths;
             "all-linear"; None for the model's layers among `PROJECTIONS`; or `NO_LAYERS`, PEFT's word for an
             adapter of `modules_to_save` alone.
-        given: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
+        options: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
 
     Raises:
         InputError: a target that the model does not have, a pattern that matches nothing, or gate without up.
     """
-    given = given or {}
-    check_parameters(model, given.get("target_parameters") or ())
+    options = options or {}
+    check_parameters(model, options.get("target_parameters") or ())
     notes: list[str] = []
-    targets = _choose_targets(model, target_modules, given, notes)
-    paths = _list_adapted_paths(model, targets, given)
-    check_patterns(paths, given)
+    targets = _choose_targets(model, target_modules, options, notes)
+    paths = _list_adapted_paths(model, targets, options)
+    check_patterns(paths, options)
     return replace(targets, paths=tuple(paths), notes=tuple(notes))
 
 
-def _list_adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
+def _list_adapted_paths(model: Any, targets: Targets, options: Mapping[str, Any]) -> list[str]:
     """List the layers and the stacked parameters that PEFT will adapt."""
     is_target, is_all = _make_matcher(targets.modules), targets.modules == "all-linear"
     kinds, head = nn.Linear if is_all else (nn.Linear, nn.Embedding), model.get_output_embeddings()
@@ -196,26 +198,26 @@ def _list_adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) 
         for path, layer in model.named_modules()
         if isinstance(layer, kinds) and is_target(path) and not (is_all and layer is head)
     ]
-    names = {*targets.parameters, *(given.get("target_parameters") or ())}
+    names = {*targets.parameters, *(options.get("target_parameters") or ())}
     stacks = [path for path, _ in model.named_parameters() if any(_ends_with(path, name) for name in names)]
     return layers + stacks
 
 
 def _choose_targets(
-    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any], notes: list[str]
+    model: Any, target_modules: str | Collection[str] | None, options: Mapping[str, Any], notes: list[str]
 ) -> Targets:
-    if target_modules == NO_LAYERS or (target_modules == [] and given.get("target_parameters")):
+    if target_modules == NO_LAYERS or (target_modules == [] and options.get("target_parameters")):
         return Targets(target_modules)
     names = list_default_names(model) if target_modules is None else _join_names(model, target_modules, notes)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     with about("target_modules"):
         _check_targets(model, names, experts)
     if not experts:
-        modules = limit_to_text_model(model, names if isinstance(names, str) else list(names), given, notes)
-        return Targets(modules, _choose_ungated_stacks(model, names, given, notes))
-    if target_modules is None and given.get("target_parameters"):
+        modules = limit_to_text_model(model, names if isinstance(names, str) else list(names), options, notes)
+        return Targets(modules, _choose_ungated_stacks(model, names, options, notes))
+    if target_modules is None and options.get("target_parameters"):
         experts = {}
-    return _Choice(model, names, experts, given, notes).targets()
+    return _Choice(model, names, experts, options, notes).targets()
 
 
 class _Choice:
@@ -223,7 +225,7 @@ class _Choice:
 
     Args:
         experts: modules of stacked experts by path, for names to choose from.
-        given: fields of the `LoraConfig`.
+        options: fields of the `LoraConfig`.
         notes: see `Targets`; lines are added.
     """
 
@@ -232,7 +234,7 @@ class _Choice:
         model: Any,
         names: str | Collection[str],
         experts: Mapping[str, nn.Module],
-        given: Mapping[str, Any],
+        options: Mapping[str, Any],
         notes: list[str],
     ):
         self._names, self._experts, self._notes = names, experts, notes
@@ -243,10 +245,10 @@ class _Choice:
             for path, module in (model.named_modules() if is_pattern else _inside(model, decoder))
             if isinstance(module, nn.Linear) and not (names == "all-linear" and _is_router(model, path))
         }
-        self._is_kept = partial(_is_kept, given)
+        self._is_selected = partial(_is_selected, options)
         self._is_wanted = _make_matcher(names)
         # Names mean ends of paths, as in PEFT; anything else is spelt out
-        chooses_layers = given.get("layers_to_transform") is not None or given.get("exclude_modules")
+        chooses_layers = options.get("layers_to_transform") is not None or options.get("exclude_modules")
         is_whole = not chooses_layers and model.base_model is decoder
         self._by_name = is_whole and not isinstance(names, str)
 
@@ -269,7 +271,7 @@ class _Choice:
         """Choose `target_modules`, without the names that PEFT would translate."""
         if isinstance(self._names, str):
             wanted = [path for path in self._wanted_linear() if _leaf(path) not in _STACK_OF]
-            return [path for path in wanted if self._is_kept(path)]
+            return [path for path in wanted if self._is_selected(path)]
         return [name for name in self._names if _leaf(name) not in _STACK_OF]
 
     def _wanted_linear(self) -> list[str]:
@@ -278,14 +280,14 @@ class _Choice:
     def _weights(self, paths: Sequence[str]) -> list[str]:
         """Return `target_parameters` for linear layers of these paths."""
         if not self._by_name:
-            return [f"{path}.weight" for path in paths if self._is_kept(path)]
+            return [f"{path}.weight" for path in paths if self._is_selected(path)]
         return [f"{name}.weight" for name in self._names if any(_ends_with(path, name) for path in paths)]
 
     def _stacks(self) -> tuple[list[str], bool]:
         """Choose `target_parameters` for experts; True if their gate and up were named separately."""
         chosen, doubles = [], False
         names = _EXPERT_NAMES if self._names == "all-linear" else _STACK_OF
-        for path in filter(self._is_kept, self._experts):
+        for path in filter(self._is_selected, self._experts):
             named = {name for name in names if self._is_wanted(f"{path}.{name}")}
             for halves in _HALVES:
                 if len(missing := halves - named) == 1:
@@ -299,12 +301,16 @@ class _Choice:
             chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
         if self._by_name and {path for path, _ in chosen} == self._experts.keys():
             return sorted({stack for _, stack in chosen}), doubles
-        return [f"{path}.{stack}" for path, stack in chosen if self._is_kept(path, stack)], doubles
+        return [f"{path}.{stack}" for path, stack in chosen if self._is_selected(path, stack)], doubles
 
 
-def _is_kept(given: Mapping[str, Any], *parts: str) -> bool:
+def _is_selected(options: Mapping[str, Any], *parts: str) -> bool:
     """True if `layers_to_transform` and `exclude_modules` let a path be adapted."""
-    path, layers, excluded = ".".join(parts), given.get("layers_to_transform"), given.get("exclude_modules")
+    path, layers, excluded = (
+        ".".join(parts),
+        options.get("layers_to_transform"),
+        options.get("exclude_modules"),
+    )
     if layers is not None:
         number = _LAYER_NUMBER.search(f".{path}")
         if number is None or int(number[1]) not in ([layers] if isinstance(layers, int) else layers):
@@ -317,7 +323,7 @@ def _is_kept(given: Mapping[str, Any], *parts: str) -> bool:
 
 
 def limit_to_text_model(
-    model: Any, targets: str | list[str], given: Mapping[str, Any], notes: list[str]
+    model: Any, targets: str | list[str], options: Mapping[str, Any], notes: list[str]
 ) -> str | list[str]:
     """Limit targets to the text model inside a model of vision and language.
 
@@ -325,7 +331,7 @@ def limit_to_text_model(
     stays as it is.
 
     Args:
-        given: further fields of the `LoraConfig`.
+        options: further fields of the `LoraConfig`.
         notes: gets a line on layers that are left out.
     """
     decoder = model.get_decoder()
@@ -336,7 +342,7 @@ def limit_to_text_model(
     linear = [path for path, module in _inside(model, decoder) if isinstance(module, nn.Linear)]
     if refused:
         notes.append(f"all-linear leaves out {', '.join(refused)}, which PEFT refuses to adapt")
-        return [path for path in linear if _leaf(path) not in refused and _is_kept(given, path)]
+        return [path for path in linear if _leaf(path) not in refused and _is_selected(options, path)]
     return [path for path in linear if targets == "all-linear" or _leaf(path) in targets]
 
 
@@ -426,16 +432,16 @@ _LINEAR_ONLY = ("lora_dropout", "use_dora", "lora_bias", "loftq_config")  # PEFT
 _WEIGHTLESS_INITS = (True, False, "gaussian")  # the others read a layer's weight
 
 
-def refuse_on_stacks(targets: Targets, given: Mapping[str, Any]) -> None:
+def refuse_on_stacks(targets: Targets, options: Mapping[str, Any]) -> None:
     """Raise InputError for options that PEFT does not support on stacked parameters of experts.
 
-    given: fields of the `LoraConfig`, and `loftq_config` as for `get_peft_model`.
+    options: fields of the `LoraConfig`, and `loftq_config` as for `get_peft_model`.
     """
-    stacks = [*targets.parameters, *(given.get("target_parameters") or ())]
+    stacks = [*targets.parameters, *(options.get("target_parameters") or ())]
     if not stacks:
         return
-    refused = {name: given[name] for name in _LINEAR_ONLY if given.get(name)}
-    if (init := given.get("init_lora_weights", True)) not in _WEIGHTLESS_INITS:
+    refused = {name: options[name] for name in _LINEAR_ONLY if options.get(name)}
+    if (init := options.get("init_lora_weights", True)) not in _WEIGHTLESS_INITS:
         refused["init_lora_weights"] = init
     at_once([partial(_refuse, name, value, stacks[0]) for name, value in refused.items()])
 

@@ -13,12 +13,12 @@ from unsloth_pack.lora.targets import check_names
 logger = logging.getLogger("unsloth_pack")
 
 
-def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str, Any]) -> None:
+def check_parts(model: Any, bias: str, modules_to_save: Any, options: Mapping[str, Any]) -> None:
     """Refuse values that PEFT ignores silently, or fails on without an explanation.
 
     Args:
         modules_to_save: as in PEFT's `LoraConfig`.
-        given: further fields of the `LoraConfig`.
+        options: further fields of the `LoraConfig`.
 
     Raises:
         InputError: names the argument, its value and the remedy.
@@ -26,14 +26,14 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
     if bias not in ("none", "all", "lora_only"):
         raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only", about="bias")
     n_layers = model.config.get_text_config().num_hidden_layers
-    tokens, whole = given.get("trainable_token_indices"), () if modules_to_save is None else modules_to_save
+    tokens, whole = options.get("trainable_token_indices"), () if modules_to_save is None else modules_to_save
     if not isinstance(whole, list | tuple):
         raise InputError(
             f"modules_to_save is {modules_to_save!r}; give a list of names", about="modules_to_save"
         )
     at_once(
         [
-            partial(check_layers, given.get("layers_to_transform"), n_layers),
+            partial(check_layers, options.get("layers_to_transform"), n_layers),
             partial(check_names, model, "modules_to_save", whole),
             partial(_check_can_train, model, whole),
             partial(_check_tokens, model, tokens),
