@@ -33,7 +33,14 @@ class LastingConsole(Console):
 
 
 class RunConsole(LastingConsole):
-    """The console of a run, which goes on unseen if the reader of its output ends, such as `| tee`."""
+    """The console of a run, which goes on unseen if its output ends: the reader of a pipe, or its terminal."""
+
+    def _check_buffer(self) -> None:
+        """Write; rich knows a pipe without a reader, and a terminal that is gone raises another OSError."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, and say so on stderr."""
