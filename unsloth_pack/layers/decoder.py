@@ -232,7 +232,7 @@ class FastDecoder(nn.Module):
         """Return whether a call wants more than graphs return, or its layers take more inputs."""
         if inputs_embeds is not None and self.spec.per_layer_inputs:
             return True  # layers have embeddings of their own, of ids that are not known here
-        known = {"output_router_logits", *([] if inputs_embeds is None else [DEEPSTACK])}
+        known = {"output_router_logits", "return_dict", *([] if inputs_embeds is None else [DEEPSTACK])}
         others = (value for name, value in kwargs.items() if name not in known)
         has_others = any(value is not None and value is not False for value in others)
         return has_others or getattr(self.config, "output_hidden_states", False)

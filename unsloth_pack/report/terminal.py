@@ -33,7 +33,7 @@ class LastingConsole(Console):
 
 
 class RunConsole(LastingConsole):
-    """The console of a run, which goes on unseen if its output ends: the reader of a pipe, or its terminal."""
+    """The console of a run, which goes on if its output ends: the reader of a pipe, or its terminal."""
 
     def _check_buffer(self) -> None:
         """Write; rich knows a pipe without a reader, and a terminal that is gone raises another OSError."""
