@@ -45,7 +45,7 @@ OWNERS = (
     "trl.trainer.base_trainer",
 )
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
-_OTHERS = {"_option_string_actions", "_replace", "_exit"}  # of argparse, named tuples and os
+_OTHERS = {"_option_string_actions", "_replace", "_exit", "_check_buffer"}  # argparse, named tuples, os, rich
 _OTHERS |= {"_C", "_autograd"}  # parts of torch, in which names are used
 _OTHERS |= {"_base", "_kernel"}  # endings of names
 _OBJECTS = (torch.nn.Module(), torch.Tensor, PreTrainedModel, PreTrainedConfig(), TrainingArguments, Trainer)
