@@ -3,7 +3,7 @@
 import pytest
 from peft import LoraConfig
 
-from unsloth_pack.checkpoints.saving import note_on_vllm
+from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 
 
 def note(**options):

@@ -1,8 +1,8 @@
 """Decide whether a step is worth a capture, from the times of its first rows.
 
 Replaying graphs saves the time in which the GPU waits for the launches of Python. So the first rows run
-uncaptured, and the forward pass is timed on both sides: on the host, and on the GPU between two events. If the
-GPU waits, both take equally long; otherwise the GPU finishes long after Python.
+uncaptured, and the forward pass is timed on both sides: on the host, and on the GPU between two events. If
+the GPU waits, both take equally long; otherwise the GPU finishes long after Python.
 """
 
 import math
