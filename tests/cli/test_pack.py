@@ -293,12 +293,15 @@ def test_packed_ids_beyond_the_vocabulary(packs, refused, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "shown"),
     [
-        ({"packed_seq_lengths": [[0]]}, "row 0: 5 tokens, packed_seq_lengths [[0]]"),
-        ({"seq_lengths": [2, 2]}, "row 0: 5 tokens, seq_lengths [2, 2]"),
+        (
+            {"packed_seq_lengths": [[0]]},
+            "columns input_ids, packed_seq_lengths: packed rows without a manifest",
+        ),
+        ({"seq_lengths": [2, 2]}, "columns input_ids, seq_lengths: packed rows without a manifest"),
         ({"seq_lengths": [2, 3]}, "without a manifest"),
-        ({"cu_seqlens": [], "labels": [1, 2, 3, 4, 5]}, "cu_seqlens []"),
+        ({"cu_seqlens": [], "labels": [1, 2, 3, 4, 5]}, "columns input_ids, cu_seqlens"),
         ({"position_ids": [0, 1, 0, 1, 2], "text": "abcd"}, "columns input_ids, position_ids"),
-        ({"labels": [1, 2, 3, 4, 5]}, "perhaps packed without boundaries"),
+        ({"labels": [1, 2, 3, 4, 5]}, "holds token ids of an unknown tokenizer"),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

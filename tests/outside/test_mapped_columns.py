@@ -101,8 +101,8 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
             "columns maps 'quest', and there is no such column among question, ",
         ),
         ("question=prompt,answer=text", "there is a column 'text' already; leave that out with --columns"),
-        ("question=promt", "'question' one of the names"),
-        ("question=prompt,answer=prompt", "'question' and 'answer' different names, not both 'prompt'"),
+        ("question=promt", "question is 'promt'; give one of chat_template_kwargs, "),
+        ("question=prompt,answer=prompt", "give each column another name, not 'prompt' twice"),
         ("question=prompt", "columns maps 'question' to 'prompt', which the rows are not made of"),
     ],
 )
