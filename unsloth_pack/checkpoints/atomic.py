@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 
 from unsloth_pack.errors import InputError
 
-# Moving files into a folder that is there, in an order that never leaves a mixture which loads.
+# Move files into an existing folder, in an order that never leaves a loadable mixture.
 
 
 class Move:

@@ -246,7 +246,7 @@ def _weight(linear: nn.Linear) -> Tensor:
         linear.weight = held  # of int8 on a CPU, PEFT leaves a weight that cannot be called
 
 
-# A large layer in blocks of rows, which are merged one after the other.
+# Merge a large layer in blocks of rows.
 #
 # A merge in float32 holds up to five times what is saved of a layer. An embedding or a head may be most of a
 # model, so this would be more than the model itself.

@@ -37,7 +37,7 @@ from unsloth_pack.checkpoints.names import (
 )
 from unsloth_pack.errors import InputError
 
-# Weights written into safetensors files one at a time, so that no more than one of them is held.
+# Write weights into safetensors files one at a time, so that memory holds one of them.
 #
 # safetensors writes a file from all of its tensors at once. Names, shapes and types are known beforehand
 # here,

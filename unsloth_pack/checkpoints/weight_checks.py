@@ -79,7 +79,7 @@ def check_loading(
         )
 
 
-# What is refused of the weights of a model or an adapter: by their files, and once they are loaded.
+# Refuse weights of a model or an adapter, by their files and once they are loaded.
 
 
 def check_files(folder: str, what: str, use_safetensors: bool) -> None:

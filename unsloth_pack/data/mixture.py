@@ -26,7 +26,7 @@ from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 
-# Which documents of a data set are held out of the training, to evaluate on them.
+# Hold documents out of the training, to evaluate on them.
 #
 # Documents with equal tokens and images are on the same side, wherever they stand. The choice
 # depends on the documents and the seed alone: not on their order, nor on how many processes read them.

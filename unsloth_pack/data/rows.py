@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unsloth_pack.data.columns import as_flag, as_given
 from unsloth_pack.errors import InputError
 
-# How data is refused: InputError names row, column, value and remedy.
+# Refuse data: the InputError names row, column, value and remedy.
 
 Columns = Mapping[str, "str | None"]
 

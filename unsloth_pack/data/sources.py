@@ -301,7 +301,7 @@ class ChosenRows:
         return renamed(block.read(chosen), self._columns, may_lack=not is_first)
 
 
-# A data set as a run names it: where it lies, which part of it is taken, and what its columns mean.
+# A data set of a run: its place, the part to take, and the meaning of its columns.
 
 
 @dataclass(frozen=True)

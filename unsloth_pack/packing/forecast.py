@@ -171,7 +171,7 @@ def _forecast(
     )
 
 
-# How many tokens an image will take: a forecast from its size, without reading the image.
+# Forecast an image's tokens from its size, without reading the image.
 
 
 def vision_tokens(height: int, width: int, patch: int = 16, merge: int = 2) -> int:

@@ -254,7 +254,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# How sequences that are empty or longer than a row are handled, and how many there were.
+# Handle and count sequences that are empty or longer than a row.
 
 CHOICES = ("error", "truncate", "drop", "split")
 

@@ -49,7 +49,7 @@ class RunConsole(LastingConsole):
             print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
 
 
-# How full the rows of a training set are.
+# The fill of the rows of a training set.
 
 if TYPE_CHECKING:
     import datasets
@@ -127,7 +127,7 @@ def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> Row
     return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
 
 
-# What a run says of the data sets that it reads.
+# One line for each data set of a run.
 
 
 def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[tuple[str, str]]:

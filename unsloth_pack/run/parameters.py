@@ -138,7 +138,7 @@ def _check_rows(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
                 break
 
 
-# Learning rates by name: held against the names that will train, before the weights are loaded.
+# Compare learning rates by name with the names that will train, before the weights are loaded.
 
 # How PEFT's names go on behind the path of an adapted layer. An ending that no layer has is told later.
 _OF_LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -244,7 +244,7 @@ def _holding(model: Any, tokens: Any) -> Collection[str]:
     return [path for path, module in model.named_modules() if module is embedding]
 
 
-# Which parts of a model of vision and language a run trains: its tower, its aligner, its language model.
+# Choose the trained parts of a model of vision and language: tower, aligner, language model.
 
 _FROZEN = {"tower": "freeze_vit", "aligner": "freeze_aligner", "decoder": "freeze_llm"}
 

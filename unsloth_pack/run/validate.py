@@ -39,7 +39,7 @@ from unsloth_pack.run.resolve import (
 from unsloth_pack.run.sharding import check_sharding, check_sharding_here
 from unsloth_pack.run.trained import check_names_of_modules, check_tuning
 
-# What can be refused about images, and about the parts of a model of vision and language that train.
+# Refuse options of images, and of the trained parts of a model of vision and language.
 
 _RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")

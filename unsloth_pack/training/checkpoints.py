@@ -171,7 +171,7 @@ def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB"
 
 
-# Which checkpoints a run makes, which of them is the best, and how long a run waits for a better one.
+# When to save, which checkpoint is the best, and when to stop early.
 
 
 class DelayedSaves(TrainerCallback):

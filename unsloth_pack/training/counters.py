@@ -106,7 +106,7 @@ def _on_device(count: Any, device: torch.device) -> torch.Tensor:
     return count if isinstance(count, torch.Tensor) else torch.full((), count, device=device)
 
 
-# What memory the micro-batches of a run took, for the advice when it runs out.
+# The memory of a run's micro-batches, for the advice when memory runs out.
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

@@ -205,7 +205,7 @@ def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool
     return all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
 
 
-# The log lines of a run, which name the updates that are not finite.
+# The log lines of a run name updates that are not finite.
 
 
 class RunLine(LogLine):

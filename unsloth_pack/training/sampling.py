@@ -21,7 +21,7 @@ from unsloth_pack.lora.vision_targets import VisionParts
 from unsloth_pack.packing import PackedSampler
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 
-# How much of a row's time attention takes: what grows with the squares of its documents' lengths.
+# The share of attention in the time of a row: it grows with the squares of the documents' lengths.
 
 # Multiplications of attention take longer than those of GEMMs, of which a step does 630 TFLOP/s on an H200:
 # 1.7 times as long over long documents (docs/speed.md: 377 TFLOP/s from documents of 512 tokens to one of
@@ -74,7 +74,7 @@ def _weights_by_passes(model: Any) -> list[float]:
     return found
 
 
-# How long the tower takes for the images of a row, as tokens of text that take as long.
+# The time of the tower for a row's images, in tokens of text of the same time.
 
 _ROWS = 1000  # looked at at a time
 _FORWARD, _FORWARD_AND_BACKWARD = 1, 2  # passes; a frozen tower needs the first alone

@@ -53,7 +53,7 @@ from unsloth_pack.training.optimizers import InBackward, LearningRates, grouped
 from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
 
-# What TRL's trainers are set up with for rows that are tokenised: configuration, collator, template.
+# The configuration, collator and template of TRL's trainers for tokenised rows.
 
 
 def sft_config(
@@ -132,7 +132,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
-# What TRL says of a model that it does not know to be patched, or does to it: a refusal, a cast.
+# TRL does not know that a model is patched: silence its warnings, allow the head, prevent its cast.
 
 # TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
 # attention keeps documents apart with every backend,
