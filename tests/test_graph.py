@@ -34,7 +34,7 @@ from unsloth_pack.layers.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.layers.rotary import rotary_tables
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import arch_spec_for
-from unsloth_pack.modules.hooks import has_hooks
+from unsloth_pack.modules import has_hooks
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.parts import DecoderParts
 from unsloth_pack.patching.patch import _why_never_captured

@@ -8,7 +8,7 @@ from tiny import tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
-from unsloth_pack.modules.walk import ModuleWalk
+from unsloth_pack.modules import ModuleWalk
 
 
 def names(model, **options):

@@ -8,10 +8,9 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from unsloth_pack import patch_model
+from unsloth_pack import modules, patch_model
 from unsloth_pack.layers import mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.modules import sharding
 
 DOCUMENTS = random_documents(MIXED_LENGTHS)
 
@@ -146,24 +145,24 @@ def by_tensor_parallelism(layers, mesh):
 def test_what_shards_a_model(shard, how, mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
     shard(layers, mesh)
-    assert sharding.sharded_by(layers) == how
+    assert modules.sharded_by(layers) == how
 
 
 def test_which_modules_gather_weights(mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(2)))
     group = nn.Sequential(layers, nn.Linear(4, 4, device=DEVICE))
-    assert not any(map(sharding.is_managed_by_fsdp, group.modules()))
+    assert not any(map(modules.is_managed_by_fsdp, group.modules()))
     fully_shard(layers, mesh=mesh)
-    assert [*filter(sharding.is_gathered_as_group, group.modules())] == [layers]
-    assert [*filter(sharding.is_managed_by_fsdp, group.modules())] == [layers, *layers]
+    assert [*filter(modules.is_gathered_as_group, group.modules())] == [layers]
+    assert [*filter(modules.is_managed_by_fsdp, group.modules())] == [layers, *layers]
     layers[0].weight.ds_id = 0
-    assert [*filter(sharding.is_gathered_by_module, group.parameters())] == [layers[0].weight]
+    assert [*filter(modules.is_gathered_by_module, group.parameters())] == [layers[0].weight]
 
 
 def test_a_sharded_tensor_is_gathered(mesh):
     values = torch.arange(4.0, device=DEVICE)
     sharded_values = distribute_tensor(values, mesh, [Shard(0)])
     assert isinstance(sharded_values, DTensor)
-    for whole in (sharding.whole(sharded_values), sharding.whole(values)):
+    for whole in (modules.whole(sharded_values), modules.whole(values)):
         assert type(whole) is torch.Tensor
         assert torch.equal(whole, values)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from unsloth_pack import supported_architectures
 from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.models import arch_spec_for
-from unsloth_pack.modules.walk import train_only
+from unsloth_pack.modules import train_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]

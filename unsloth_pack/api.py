@@ -45,7 +45,7 @@ from unsloth_pack.lora.trained_parts import (
 from unsloth_pack.lora.vision_targets import list_unquantised_modules
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import arch_spec_for
-from unsloth_pack.modules.walk import require_model
+from unsloth_pack.modules import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 from unsloth_pack.unsloth_arguments import take_adapter_arguments, take_loading_arguments, take_trained_ends
 from unsloth_pack.unsloth_exports import (

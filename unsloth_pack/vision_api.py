@@ -29,7 +29,7 @@ from unsloth_pack.layers.vision.vision_lm import PIXELS, FastVisionLM
 from unsloth_pack.lora.vision_targets import Aligner, TrainedParts, vision_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode
 from unsloth_pack.models.spec import TOKEN_TYPES
-from unsloth_pack.modules.walk import require_model
+from unsloth_pack.modules import require_model
 
 _HUB = ("token", "revision", "trust_remote_code")
 

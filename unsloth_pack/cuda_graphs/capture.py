@@ -21,8 +21,7 @@ from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameter
 from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers, why_not_recomputed
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
 from unsloth_pack.kernels.launch import once_differentiable
-from unsloth_pack.modules.hooks import HOOKS, is_harmless
-from unsloth_pack.modules.walk import Walkable
+from unsloth_pack.modules import HOOKS, Walkable, is_harmless
 from unsloth_pack.packed_row.images import BlockForm, BlockRows
 from unsloth_pack.packed_row.row import PackedRow
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from unsloth_pack.modules.walk import Walkable
+from unsloth_pack.modules import Walkable
 from unsloth_pack.packed_row.row import PackedRow
 
 

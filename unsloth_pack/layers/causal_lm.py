@@ -29,8 +29,7 @@ from unsloth_pack.losses.fusable import (
 )
 from unsloth_pack.losses.trl_head import TrlHead, first_tokens, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import no_compile
-from unsloth_pack.modules.walk import CountedParameters
+from unsloth_pack.modules import CountedParameters, no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
 from unsloth_pack.packed_row.labels import (
     ContradictingLabels,

@@ -26,7 +26,7 @@ from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.losses.contract import LOSS_KEYWORDS
 from unsloth_pack.models.spec import DEEPSTACK, ArchSpec
-from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.modules import no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, refuse_document_ids, row_from_call
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.leaking_masks import refuse_leaking_masks

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.norm import FastRMSNorm
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import is_gathered_by_module
+from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 
 
 class FastLayer(nn.Module):

@@ -24,9 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from unsloth_pack.cuda_graphs.protocols import DecoderOutput, PackedDecoder
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.layers.layer import embed_per_layer
-from unsloth_pack.modules.hooks import HOOKS
-from unsloth_pack.modules.sharding import sharded_by
-from unsloth_pack.modules.walk import Walkable
+from unsloth_pack.modules import HOOKS, Walkable, sharded_by
 from unsloth_pack.packed_row.row import PackedRow
 
 

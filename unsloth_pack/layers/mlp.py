@@ -26,9 +26,7 @@ from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project, with_recipe
 from unsloth_pack.lora.mlp import SaveInputs, gate_and_up, gated_mlp
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import is_gathered_by_module
-from unsloth_pack.modules.walk import own_names
+from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile, own_names
 
 _SHARE = 0.25  # of the free memory, for gate and up; the rest of a step needs about as much again
 _MANY_BYTES = 2**27  # of gate and up in a layer; fewer are always kept

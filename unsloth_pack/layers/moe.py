@@ -29,8 +29,7 @@ from unsloth_pack.lora.expert_stacks import (
 )
 from unsloth_pack.lora.experts import Stack, routed_experts
 from unsloth_pack.lora.linear import get_compute_dtype
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module
+from unsloth_pack.modules import GATHERED_BY_MODULE, has_hooks, is_gathered_by_module, no_compile
 
 
 class FastExperts(ExpertsModule):

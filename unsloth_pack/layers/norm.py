@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.kernels import add_rms_norm, rms_norm
 from unsloth_pack.lora.linear import with_recipe
-from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.modules import no_compile
 
 
 class FastRMSNorm(nn.Module):

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.modules import no_compile
 
 
 class FastSequenceClassification(nn.Module):

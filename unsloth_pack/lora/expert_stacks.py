@@ -18,8 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.kernels import Fp8Rows, NestedScales, dequantize_4bit, quantize_rows
-from unsloth_pack.modules.hooks import has_hooks
-from unsloth_pack.modules.sharding import is_gathered_as_group
+from unsloth_pack.modules import has_hooks, is_gathered_as_group
 
 if is_bitsandbytes_available():
     from bitsandbytes import functional

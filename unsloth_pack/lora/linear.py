@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_dequantised
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
+from unsloth_pack.modules import (
+    GATHERED_BY_MODULE,
+    has_hooks,
+    is_gathered_as_group,
+    is_gathered_by_module,
+    no_compile,
+)
 
 _local = threading.local()  # the backward pass recomputes layers in a thread of autograd's
 

@@ -18,8 +18,7 @@ from unsloth_pack.kernels import ExtraLogits
 from unsloth_pack.lora.linear import why_not_fused
 from unsloth_pack.losses.contract import Head
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks
-from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module, is_managed_by_fsdp
+from unsloth_pack.modules import GATHERED_BY_MODULE, has_hooks, is_gathered_by_module, is_managed_by_fsdp
 
 
 def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:

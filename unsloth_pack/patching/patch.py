@@ -50,7 +50,7 @@ from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.modules.walk import ListedModules, ModuleWalk
+from unsloth_pack.modules import ListedModules, ModuleWalk
 from unsloth_pack.patching.parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.refusals import refuse_leaks, refuse_own_code, refuse_unknown_parts
 from unsloth_pack.patching.report import (

@@ -9,7 +9,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
 from unsloth_pack.layers.mixers import Choice, Mixer
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.walk import own_names
+from unsloth_pack.modules import own_names
 from unsloth_pack.patching.parts import list_copies
 
 _KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pack.")

@@ -18,7 +18,7 @@ from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.errors import InputError, about
 from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.modules.walk import train_only
+from unsloth_pack.modules import train_only
 from unsloth_pack.run.from_adapter import held_by_run
 from unsloth_pack.run.machine import is_main_process, wait_for_all
 from unsloth_pack.run.parameters import freeze_parts, with_parts

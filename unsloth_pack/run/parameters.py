@@ -17,7 +17,7 @@ from unsloth_pack.lora.vision_targets import (
     list_tower_layers,
     vision_targets,
 )
-from unsloth_pack.modules.walk import compile_patterns
+from unsloth_pack.modules import compile_patterns
 from unsloth_pack.run.from_adapter import adapted_by, adapted_by_options, modules_meant, saved_config
 from unsloth_pack.training.optimizers import (
     LearningRates,

@@ -80,7 +80,7 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
 
     from unsloth_pack.checkpoints.loading import auto_class, load_config
     from unsloth_pack.lora.trained_parts import check_parts
-    from unsloth_pack.modules.walk import check_matches, parameter_paths, train_only
+    from unsloth_pack.modules import check_matches, parameter_paths, train_only
     from unsloth_pack.run.from_adapter import check_same_parts
     from unsloth_pack.run.parameters import check_frozen, check_names_of_rates
 
@@ -152,7 +152,7 @@ def _check_rows_apart(model: Any, adapter: AdapterOptions) -> None:
     """Refuse rows of a layer that trains as a whole, by the options that ask for both."""
     from unsloth_pack.checkpoints.new_tokens import rows_to_train
     from unsloth_pack.lora.trained_parts import check_rows_apart
-    from unsloth_pack.modules.walk import chosen_modules
+    from unsloth_pack.modules import chosen_modules
 
     new = None if adapter.add_tokens is None else rows_to_train(model, [0])
     saved, chosen = adapter.modules_to_save or (), adapter.train_modules
@@ -176,7 +176,7 @@ def adapter_arguments(model: Any, adapter: AdapterOptions) -> dict[str, Any]:
     Args:
         model: the base model, with or without weights.
     """
-    from unsloth_pack.modules.walk import chosen_modules
+    from unsloth_pack.modules import chosen_modules
 
     own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
     found = {name: value for name, value in flat(adapter).items() if name not in own}

@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, join
 from unsloth_pack.errors import InputError
-from unsloth_pack.modules.sharding import sharded_by
+from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.patch import patch_of
 
 

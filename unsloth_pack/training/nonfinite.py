@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 from transformers import Trainer
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.modules.sharding import whole
+from unsloth_pack.modules import whole
 from unsloth_pack.patching.trainer_hooks.deferred_logging import (
     DeferredLogging,
     DeferredNumber,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.lora.vision_targets import VisionParts
-from unsloth_pack.modules.walk import check_matches, compile_patterns
+from unsloth_pack.modules import check_matches, compile_patterns
 from unsloth_pack.training.cpu_master_weights import CpuMasterWeights, leave_out, step_one
 
 

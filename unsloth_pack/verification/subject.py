@@ -18,7 +18,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.models import vision_spec_for
-from unsloth_pack.modules.walk import require_model
+from unsloth_pack.modules import require_model
 from unsloth_pack.patching.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]

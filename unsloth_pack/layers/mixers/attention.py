@@ -21,8 +21,7 @@ from unsloth_pack.layers.norm import norm_eps
 from unsloth_pack.layers.rotary import double_angles, scale_queries
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import is_gathered_by_module
+from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 

@@ -24,7 +24,7 @@ from unsloth_pack.layers.mixers.attention import (
 )
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks, no_compile
+from unsloth_pack.modules import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 _KNOWN = frozenset({

@@ -29,7 +29,7 @@ from unsloth_pack.layers.mixers.contract import Choice, Request
 from unsloth_pack.layers.rotary import scale_queries
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.modules import no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 _KNOWN = frozenset({

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 from unsloth_pack.errors import first_line
 from unsloth_pack.layers.mixers.contract import Choice, Request
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks, no_compile
-from unsloth_pack.modules.sharding import is_gathered_by_module
+from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 IN_ONE_ROW, BY_DOCUMENT = "kernels", "document by document"  # the two ways, for reports

@@ -24,7 +24,7 @@ from unsloth_pack.layers.mlp import name_activation
 from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.models.spec import VisionSpec
-from unsloth_pack.modules.hooks import has_hooks, no_compile
+from unsloth_pack.modules import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 _ALIGNMENT = 128  # bits; rows that begin at multiples are copied by the hardware itself

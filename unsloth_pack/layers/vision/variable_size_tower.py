@@ -18,7 +18,7 @@ from unsloth_pack.cuda_graphs.tower import Patches
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.layers.vision.tower import CapturedTower, tower_gradients
-from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.modules import no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 

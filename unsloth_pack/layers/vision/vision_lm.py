@@ -18,7 +18,7 @@ from unsloth_pack.layers.deferred_checks import check_boundaries, check_image_to
 from unsloth_pack.layers.forward_slot import ForwardCall, name_images
 from unsloth_pack.layers.vision.tower import tower_gradients
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
-from unsloth_pack.modules.sharding import is_gathered_as_group, is_gathered_by_module
+from unsloth_pack.modules import is_gathered_as_group, is_gathered_by_module
 from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages, images_by_document
 from unsloth_pack.packed_row.labels import PaddedBatch

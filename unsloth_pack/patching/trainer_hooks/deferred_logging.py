@@ -20,7 +20,7 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.layers.decoder import has_fast_decoder
-from unsloth_pack.modules.sharding import whole
+from unsloth_pack.modules import whole
 
 # The methods of `SFTTrainer`: the original first, then its own arguments.
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from transformers import TrainingArguments
 
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
-from unsloth_pack.modules.sharding import sharded_by
+from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.trainer_hooks.deferred_logging import is_patched
 
 # The methods of `Trainer`: the original first, then its own arguments.

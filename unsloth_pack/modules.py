@@ -1,18 +1,18 @@
-"""Cached lists of a model's modules and parameters, and their choice by patterns.
+"""Look at modules: lists of them and their parameters, patterns over paths, hooks, sharded weights."""
 
-Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and clears them. Each
-walks over all modules, about two thousand in a small model with adapters. Together they take a third of a
-captured step.
-"""
-
+import logging
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial, wraps
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from unsloth_pack.errors import InputError, written
 
@@ -23,17 +23,26 @@ if TYPE_CHECKING:
 else:
     _TransformersModel = nn.Module  # a patched model has the transformers class as a further base
 
+logger = logging.getLogger("unsloth_pack")
+
+# Cached lists. Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and
+# clears them. Each walks over all modules, about two thousand in a small model with adapters. Together they
+# take a third of a captured step.
+
 _MODE = attrgetter("training")
+_RECORDER_MODULE = "transformers.utils.output_capturing"
+_MARKS_INPUTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GATHERED_BY_MODULE = "ZeRO-3 gathers the weights of one module at a time"
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class Walkable(Protocol):
     """Has modules and parameters, as every `torch.nn.Module`."""
 
-    def modules(self) -> Iterator[nn.Module]:
-        """As `torch.nn.Module.modules`."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As `torch.nn.Module.parameters`."""
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class ModuleWalk:
@@ -48,7 +57,7 @@ class ModuleWalk:
         # By path, with the dict of its module and its name there
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
         self.n_parameters: dict[bool, int] = {}  # without embeddings, or with them
-        self._empty: list[dict[str, Any]] = []  # dicts without a module or a parameter
+        self._empty: list[Mapping[str, object]] = []  # dicts without a module or a parameter
         self._inner: list[dict[str, nn.Module | None]] = []  # dicts of modules
         self._children: list[dict[str, nn.Module | None]] = []  # copies of these
         self._holders: list[dict[str, nn.Parameter | None]] = []  # dicts of parameters
@@ -143,7 +152,7 @@ class ListedModules(nn.Module):
             return super().parameters(recurse)
         return iter(self.module_walk.parameters_once())
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`; does nothing if all modules are in this mode already."""
         modes = map(_MODE, self._walk().each)
         if (mode is True and all(modes)) or (mode is False and not any(modes)):
@@ -181,20 +190,16 @@ def check_matches(
     which: str = "has weights",
     remedy: str = "give a regular expression, or a JSON list of several",
 ) -> None:
-    """Raise InputError for a pattern without a match; it names a few modules of the model.
-
-    Args:
-        option: the option with the patterns.
-        paths: of all parameters that may match.
-        which: the common property of their modules.
-        remedy: for a pattern without a match.
-    """
+    """Raise InputError for a pattern of `option` that matches no path; name a few modules of the model."""
     known = [*paths]
     for pattern in patterns:
         if not any(map(compile_patterns([pattern]), known)):
             examples = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
-            problem = f"{option} holds {pattern!r}, which matches no module that {which}"
-            raise InputError(f"{problem}; {remedy} (the model has {examples}, ...)", about=option)
+            raise InputError(
+                f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} "
+                f"(the model has {examples}, ...)",
+                about=option,
+            )
 
 
 def parameter_paths(model: nn.Module) -> list[str]:
@@ -218,16 +223,14 @@ def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[s
     Raises:
         InputError: nothing is left to train.
     """
-    is_trained = compile_patterns(train) if train else lambda path: True
+    is_trained = compile_patterns(train or [".*"])
     is_frozen = compile_patterns(freeze or ())
     parameters = [*model.named_parameters(remove_duplicate=False)]
-    model.requires_grad_(False)
-    for path, parameter in parameters:
-        parameter.requires_grad_(parameter.requires_grad or is_trained(path))
-    for path, parameter in parameters:
-        if is_frozen(path):
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for _, parameter in parameters):
+    trained = {id(parameter) for path, parameter in parameters if is_trained(path)}
+    trained -= {id(parameter) for path, parameter in parameters if is_frozen(path)}
+    for _, parameter in parameters:
+        parameter.requires_grad_(id(parameter) in trained)
+    if not trained:
         options = f"train_modules is {written(train)} and freeze_modules is {written(freeze)}"
         names = ("train_modules", "freeze_modules")
         raise InputError(f"{options}, which leaves nothing to train; freeze less", about=names)
@@ -240,8 +243,110 @@ def own_names(module: nn.Module) -> set[str]:
     return attributes | {name for name, _ in (*tensors, *module.named_children())}
 
 
-def require_model(model: Any, remedy: str = "give a transformers model, or a PEFT model of one") -> None:
+def require_model(model: object, remedy: str = "give a transformers model, or a PEFT model of one") -> None:
     """Raise InputError, with a remedy, unless `model` is a module: not None, a name, a config or a class."""
     if not isinstance(model, nn.Module):
         shown = " ".join(reprlib.repr(model).split())  # a config has many lines
         raise InputError(f"model is {shown}; {remedy}")
+
+
+# Hooks. Code that bypasses `module()` skips its hooks, and has to check here first.
+
+
+def is_recorder(hook: object) -> bool:
+    """True for transformers' hooks that record requested outputs.
+
+    transformers adds them to every layer at the first request and leaves them there.
+    """
+    return getattr(hook, "__module__", None) == _RECORDER_MODULE
+
+
+def is_harmless(hook: object) -> bool:
+    """True if a hook changes no result: it records outputs, or makes embeddings require gradients."""
+    return is_recorder(hook) or getattr(hook, "__qualname__", "").endswith(_MARKS_INPUTS)
+
+
+def has_hooks(*modules: nn.Module) -> bool:
+    """True if a module has hooks, or a forward of its own, such as accelerate's offloading."""
+    for m in modules:  # unrolled: this runs for every layer at every step
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return True
+        if "forward" in m.__dict__:
+            return True
+    return False
+
+
+def has_peft_hooks(root: nn.Module) -> bool:
+    """True if PEFT has hooks: they give each row of a batch its own adapter or task, or measure rows."""
+    left: list[nn.Module] = [root]
+    while left:  # a quarter of the time that `modules()` takes: this runs for every padded batch
+        module = left.pop()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hook in hooks.values():
+                function = hook.func if isinstance(hook, partial) else hook
+                if getattr(function, "__module__", "").startswith("peft."):
+                    return True
+        left += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+def no_compile(forward: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Decorate a forward to run outside `torch.compile`.
+
+    The compiler cannot trace the host's description of a packed row, and gains nothing from fused kernels and
+    captured steps.
+    """
+
+    @wraps(forward)
+    def enter(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run)(*args, **kwargs)  # only now: it imports the compiler
+        return forward(*args, **kwargs)
+
+    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        _warn_once()
+        return forward(*args, **kwargs)
+
+    return enter
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning("torch.compile leaves a patched model as it is: its kernels are fused already")
+
+
+# Sharding. FSDP2 turns every parameter into a `DTensor`, which hooks gather around the passes of a group of
+# modules, usually a decoder layer. FSDP1 wraps such modules in one that gathers. ZeRO-3 gathers around the
+# forward of each module, and leaves its parameters empty otherwise. Tensor parallelism has `DTensor`s too,
+# and never gathers them.
+
+
+def sharded_by(model: Walkable) -> str | None:
+    """Return how the weights are sharded (FSDP2, FSDP1, ZeRO-3, tensor parallelism), or None."""
+    if any(map(is_gathered_by_module, model.parameters())):
+        return "ZeRO-3"
+    if any(map(is_gathered_as_group, model.modules())):
+        return "FSDP2"
+    if any("_fsdp_wrapped_module" in module._modules for module in model.modules()):
+        return "FSDP1"
+    return "tensor parallelism" if any(isinstance(p, DTensor) for p in model.parameters()) else None
+
+
+def is_gathered_by_module(parameter: Tensor) -> bool:
+    """True if ZeRO-3 leaves a parameter empty outside the forward of its module."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_gathered_as_group(module: nn.Module) -> bool:
+    """True if FSDP2 gathers parameters around the forward of this module."""
+    return isinstance(module, FSDPModule)
+
+
+def is_managed_by_fsdp(module: nn.Module) -> bool:
+    """True if FSDP shards the parameters of this module, gathered around it or around a parent."""
+    return hasattr(module, "_is_fsdp_managed_module")
+
+
+def whole(value: Tensor | float) -> Tensor | float:
+    """Gather a sharded tensor, in every process; return any other value as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,1 +1,0 @@
-"""Looking at modules: their hooks, their parameters, how their weights are sharded."""
