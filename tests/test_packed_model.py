@@ -497,7 +497,7 @@ def test_what_cannot_be_patched_is_refused():
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
     with pytest.raises(
         UnsupportedArchitecture,
-        match=r"'gpt2' has no patch; add a file to .*; supported are apertus, arcee, ",
+        match=r"'gpt2' has no patch; add it to .*; supported are apertus, arcee, ",
     ):
         patch_model(gpt2)
     with pytest.raises(InputError, match="cannot patch a Linear; give a transformers model"):

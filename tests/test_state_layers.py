@@ -27,8 +27,7 @@ from unsloth_pack import (
 )
 from unsloth_pack.layers.mixers import MIXERS, Request
 from unsloth_pack.layers.mixers.state_space import BY_DOCUMENT, IN_ONE_ROW, FastStateLayer
-from unsloth_pack.models import arch_spec_for
-from unsloth_pack.models.refused import LEAKING
+from unsloth_pack.models import LEAKING, arch_spec_for
 from unsloth_pack.patching.parts import mixers_by_layer
 
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}

@@ -1,8 +1,20 @@
 """Declare what may differ between architectures, as data: shared forwards branch on these fields alone."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_TINY: Mapping[str, Any] = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    initializer_range=0.08,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,13 +92,13 @@ class ArchSpec:
         """Return what this architecture calls a module that has this name in Llama."""
         return self.names.get(usual, usual)
 
-    def mixers_of(self, config: Any, layer: int) -> tuple[str, ...]:
+    def mixers_of(self, config: PreTrainedConfig, layer: int) -> tuple[str, ...]:
         """Return what a layer, counted from 0, does between tokens: keys of `layers.mixers.MIXERS`."""
         if not self.mixers:
             return (self.attention,)
         return tuple(self.mixers.get(config.layer_types[layer], self.attention).split())
 
-    def head_sizes(self, config: Any) -> set[tuple[int, int]]:
+    def head_sizes(self, config: PreTrainedConfig) -> set[tuple[int, int]]:
         """Return the head sizes of the layers: of q and k, and of v."""
         if self.attention == "latent_attention":
             return {(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)}
@@ -95,26 +107,21 @@ class ArchSpec:
         sizes = {getattr(layer, "head_dim", None) or usual for layer in layers}
         return {(size, size) for size in sizes}
 
-    def read_logit_divisor(self, config: Any) -> float:
+    def read_logit_divisor(self, config: PreTrainedConfig) -> float:
         """Return the divisor of the head's logits, 1 by default."""
         if self.logit_multiplier:
             return 1.0 / getattr(config, self.logit_multiplier)
         return getattr(config, self.logit_divisor) if self.logit_divisor else 1.0
 
-    def read_logit_softcap(self, config: Any) -> float | None:
+    def read_logit_softcap(self, config: PreTrainedConfig) -> float | None:
         """Return the softcap of the head's logits, or None."""
         return getattr(config, self.logit_softcap) if self.logit_softcap else None
 
-    def tiny_config(self, **overrides: Any):
+    def tiny_config(self, **overrides: Any) -> PreTrainedConfig:
         """Build a config of this architecture, small enough for a test to train; `overrides` beat `tiny`."""
         from transformers import AutoConfig
 
-        plain: dict[str, Any] = dict(
-            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2
-        )
-        plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-        plain |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.08)
-        return AutoConfig.for_model(self.model_type, **{**plain, **self.tiny, **overrides})
+        return AutoConfig.for_model(self.model_type, **{**_TINY, **self.tiny, **overrides})
 
 
 TOKEN_TYPES = "token_type_ids"  # 1 at the tokens of images
