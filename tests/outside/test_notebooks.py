@@ -261,20 +261,6 @@ def test_numbers_that_would_be_taken_for_lengths_are_refused(tmp_path):
         trainer_of_numbered_rows(model, [3] * len(LENGTHS), tmp_path).train()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"collate": lambda rows: None}, "collate gives NoneType"),
-        ({"collate": lambda rows: {}}, r"collate gives \[\]"),
-        ({"collate": lambda rows: {"input_ids": torch.zeros(1, 3), "labels": torch.zeros(1, 3)}}, "3 labels"),
-        ({"describe": lambda lengths: None}, "describe gives a NoneType"),
-    ],
-)
-def test_functions_that_verify_cannot_use(given, says, models):
-    with pytest.raises(InputError, match=says):
-        unsloth_pack.verify(models[1], documents=[[5, 6, 7], [8, 9]], **given)
-
-
 @pytest.mark.parametrize("check", [unsloth_pack.verify, unsloth_pack.probe])
 def test_what_is_checked_before_is_warned_of_after(check, models, ids, caplog):
     """Before, `verify` caused the warning of labels at document starts, and used it up."""

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.models import vision_spec_for
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.row import IGNORE_INDEX
-from unsloth_pack.verification.image_subject import ImageSubject, Pictured
-from unsloth_pack.verification.leaks import SLACK, difference, largest, neighbours, relative_error
+from unsloth_pack.verification.leaks import SLACK, change_in_turn, neighbours, relative_error
 from unsloth_pack.verification.report import Check
-from unsloth_pack.verification.subject import Gradients, Subject, build_example
+from unsloth_pack.verification.subject import Gradients, ImageSubject, Pictured, Subject, build_example
 
 _SAMPLES = 6  # of rounding, before a larger difference fails
 
@@ -40,7 +38,9 @@ class Errors:
     trained_gradients: float
 
     @classmethod
-    def compare(cls, got: Gradients, alone: Gradients, embeddings: Tensor) -> "Errors":
+    def compare(cls, got: Gradients, alone: Gradients, first: int = 0) -> "Errors":
+        """Compare; `first` is the document's first token in its row."""
+        embeddings = got.embeddings[0, first : first + len(alone.logits)]
         return cls(
             abs(got.loss - alone.loss) / abs(alone.loss),
             relative_error([got.logits], [alone.logits]),
@@ -51,19 +51,17 @@ class Errors:
 
 def rounded_errors(subject: Subject, document: Tensor, alone: Gradients | None = None) -> Errors:
     """Measure rounding: a document alone with perturbed layers, against `alone`."""
-    run_alone = partial(subject.logits_alone, document)
-    alone = alone or subject.gradients(document, run_alone)
-    with subject.perturbed_layers():
-        got = subject.gradients(document, run_alone)
-    return Errors.compare(got, alone, got.embeddings[0])
+    alone = alone or subject.gradients(document, partial(subject.logits_alone, document))
+    return Errors.compare(subject.gradients(document, partial(subject.logits_perturbed, document)), alone)
 
 
 def _errors_in_batch(subject: Subject, document: Tensor, generator: torch.Generator) -> Errors:
     """Measure rounding: a document in an ordinary batch of two, where nothing can leak, against it alone."""
     neighbour = neighbours(document, subject.vocab_size, generator)[0]
-    alone = subject.gradients(document, lambda: subject.logits_alone(document))
-    got = subject.gradients(document, lambda: subject.logits_beside(document, neighbour))
-    return Errors.compare(got, alone, got.embeddings[0, : len(document)])
+    alone = subject.gradients(document, partial(subject.logits_alone, document))
+    return Errors.compare(
+        subject.gradients(document, partial(subject.logits_beside, document, neighbour)), alone
+    )
 
 
 def check_alone(
@@ -76,37 +74,33 @@ def check_alone(
     """Check loss, logits and gradients of every document in the row against the document alone.
 
     Rounding is random, and rare but large if it changes a token's expert. So a check fails only against
-    several samples of it. The second sample is an ordinary batch: GEMMs of a single token have kernels of
-    their own, whose rounding trained models can amplify tenfold.
-
-    Args:
-        packed: of each document in the row.
-        rounded: a first sample of rounding for each.
+    several samples of it, of which `rounded` is the first. The second is an ordinary batch: GEMMs of a single
+    token have kernels of their own, whose rounding trained models can amplify tenfold.
     """
     for sample in range(_SAMPLES):
         if sample == 1:
             rounded = rounded + [_errors_in_batch(subject, document, generator) for document in documents]
         elif sample:
             rounded = rounded + [rounded_errors(subject, document) for document in documents]
-        checks = [_check_errors(field.name, packed, rounded, subject.dtype) for field in fields(Errors)]
+        checks = []
+        for field in fields(Errors):
+            name = f"{field.name.replace('_', ' ')} against alone"
+            errors, yardsticks = ([getattr(each, field.name) for each in run] for run in (packed, rounded))
+            checks.append(_check_errors(name, errors, yardsticks, subject.dtype))
         if all(check.passed for check in checks):
             break
     return checks if any(p.requires_grad for p in subject.model.parameters()) else checks[:-1]
 
 
-def _check_errors(
-    field: str, packed: Sequence[Errors], rounded: Sequence[Errors], dtype: torch.dtype
-) -> Check:
-    errors, yardsticks = ([getattr(error, field) for error in run] for run in (packed, rounded))
-    value, yardstick = largest(errors), largest(yardsticks)
-    where = f"off by {value:.1e} at most, in document {errors.index(value)}"
-    name, detail = field.replace("_", " "), f"{where}; rounding alone makes {yardstick:.1e}"
-    return Check.of(f"{name} against alone", value, _allow(yardstick, dtype), detail)
+def _check_errors(name: str, errors: Sequence[float], rounded: Sequence[float], dtype: torch.dtype) -> Check:
+    """Check the errors of all documents against samples of rounding.
 
-
-def _allow(yardstick: float, dtype: torch.dtype) -> float:
-    """Return the largest allowed error; at least one unit of rounding, because a sample may round exactly."""
-    return max(SLACK * yardstick, torch.finfo(dtype).eps, SLACK * torch.finfo(torch.float32).eps)
+    One unit of rounding is always allowed, because a sample may round exactly.
+    """
+    value, yardstick = float(np.max(errors)), float(np.max(rounded))  # NaN, if one is
+    allowed = max(SLACK * yardstick, torch.finfo(dtype).eps, SLACK * torch.finfo(torch.float32).eps)
+    where = f"off by {value:.1e} at most, in document {np.argmax(errors)}"
+    return Check.of(name, value, allowed, f"{where}; rounding alone makes {yardstick:.1e}")
 
 
 def check_counting(
@@ -114,8 +108,7 @@ def check_counting(
 ) -> list[Check]:
     """Check positions, boundary labels and token counts of the trainer's collator, and the model's own loss.
 
-    Args:
-        against_alone: the checks of `check_alone`, whose allowances serve the model's own loss too.
+    The allowances of `against_alone`, which `check_alone` returned, serve the model's own loss too.
     """
     lengths = [len(document) for document in documents]
     ids = torch.cat(list(documents))
@@ -124,24 +117,18 @@ def check_counting(
     for start, length in zip(starts, lengths, strict=True):
         labels[start : start + length // 3] = IGNORE_INDEX  # as a prompt
     batch = collate([build_example(lengths, ids, labels)])
-    is_batch = isinstance(batch, Mapping)
-    if not is_batch or not all(isinstance(batch.get(name), Tensor) for name in ("input_ids", "labels")):
-        kind = sorted(batch) if is_batch else type(batch).__name__
-        remedy = "give a collator whose batches hold input_ids and labels, as tensors"
-        raise InputError(f"collate gives {kind}; {remedy}")
     collated = batch["labels"].reshape(-1).cpu()
     if len(collated) < len(ids):
-        problem = f"collate gives {len(collated)} labels for {len(ids)} tokens"
-        raise InputError(f"{problem}; give a collator that cuts no row")
+        raise InputError(f"collate cuts {len(ids)} tokens to {len(collated)}; give one that cuts no row")
     own = sum(int((part[1:] != IGNORE_INDEX).sum()) for part in labels.split(lengths))
     at_starts = int((collated[torch.from_numpy(starts)] != IGNORE_INDEX).sum())
     counted = int((collated != IGNORE_INDEX).sum())
-    checks = [
+    return [
         _check_positions(lengths, batch),
         Check.of("boundary labels", at_starts, 0, f"on {at_starts} of {len(lengths)} first tokens"),
         Check.of("token count", abs(counted - own), 0, f"{counted} counted, {own} in the documents alone"),
+        *_check_counted_loss(subject, documents, collated[: len(ids)], against_alone),
     ]
-    return [*checks, *_check_counted_loss(subject, documents, collated[: len(ids)], against_alone)]
 
 
 def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
@@ -198,44 +185,34 @@ def _sum_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def check_images(subject: Subject, generator: torch.Generator) -> list[Check]:
     """Check that images reach the tokens of their own document only; no check for a model without images."""
-    spec = vision_spec_for(subject.model.config.model_type)
-    if spec is None:
+    if subject.vision is None:
         return []
-    pictured = ImageSubject(subject, spec)
+    pictured = ImageSubject(subject, subject.vision)
     documents = pictured.documents(generator)
     return [
-        _check_logits(pictured, documents),
-        _check_gradients(pictured, documents),
-        _check_alone(pictured, documents),
+        _check_image_logits(pictured, documents),
+        _check_image_gradients(pictured, documents),
+        _check_images_alone(pictured, documents),
     ]
 
 
-def _check_logits(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
+def _check_image_logits(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
     """Change the images of one document at a time and compare the logits of all."""
     name = "images leak into logits"
-    worst = (0.0, 0, 0)
     with torch.no_grad():
-        before = pictured.logits(documents)
-        noise = max(map(difference, before, pictured.logits(documents)))
-        for source, document in enumerate(documents):
-            if not len(document.images.pixels):
-                continue
-            mixed = [*documents]
-            mixed[source] = document.negative()
-            moved = list(map(difference, before, pictured.logits(mixed)))
-            if moved[source] <= noise:
-                return Check(name, 0.0, noise, f"those of document {source} do not change its own", False)
-            worst = max(worst, *((m, source, n) for n, m in enumerate(moved) if n != source))
-    value, source, victim = worst
+        noise, blind, leak = change_in_turn(pictured.logits, documents, Pictured.negative)
+    value, source, victim = leak
+    if blind:
+        return Check(name, 0.0, noise, f"those of document {blind[0]} do not change its own", False)
     if value <= noise:
         return Check.of(name, value, noise, "no bit of any other document's logits changes")
     return Check.of(name, value, noise, f"the images of document {source} change document {victim}")
 
 
-def _check_gradients(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
+def _check_image_gradients(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
     """Check that the gradient of a document's logits is exactly 0 at the pixels of every other."""
     name = "images leak into gradients"
-    owner = np.repeat(np.arange(len(documents)), [len(document.images.pixels) for document in documents])
+    owner = np.repeat(np.arange(len(documents)), [len(document.pixels) for document in documents])
     worst = (0.0, 0, 0)
     for victim in range(len(documents)):
         pixels = pictured.pixels(documents).requires_grad_()
@@ -253,18 +230,17 @@ def _check_gradients(pictured: ImageSubject, documents: Sequence[Pictured]) -> C
     return Check.of(name, value, 0.0, f"document {victim} reaches the pixels of document {source}")
 
 
-def _check_alone(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
+def _check_images_alone(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
     """Compare the logits of every document in the row with the document alone."""
     yardsticks: list[float] = []
     with torch.no_grad():
-        packed = pictured.logits(documents)
         alone = [pictured.logits_alone(document) for document in documents]
-        errors = [relative_error([a], [b]) for a, b in zip(packed, alone, strict=True)]
+
+        def errors(logits: Sequence[Tensor]) -> list[float]:
+            return [relative_error([got], [expected]) for got, expected in zip(logits, alone, strict=True)]
+
+        packed = errors(pictured.logits(documents))
         for _ in range(_SAMPLES):
             with pictured.subject.perturbed_layers():
-                moved = [pictured.logits_alone(document) for document in documents]
-            yardsticks += [relative_error([a], [b]) for a, b in zip(moved, alone, strict=True)]
-    value, yardstick = largest(errors), largest(yardsticks)
-    allowed = _allow(yardstick, pictured.subject.dtype)
-    detail = f"off by {value:.1e} at most, in document {errors.index(value)}; rounding makes {yardstick:.1e}"
-    return Check.of("logits with images against alone", value, allowed, detail)
+                yardsticks += errors([pictured.logits_alone(document) for document in documents])
+    return _check_errors("logits with images against alone", packed, yardsticks, pictured.subject.dtype)

@@ -11,11 +11,11 @@ Kernels with a varying order of sums show in two equal runs. Kernels that sum ov
 0 there too.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +37,7 @@ _SAMPLES = 12  # of rounding, before a larger difference fails
 _LONGER = 7  # extra tokens of a neighbour in an ordinary batch, so that there is padding
 
 Leak = tuple[float, int, int]  # its size, the source document and the other one
+Document = TypeVar("Document")
 
 
 @torch.inference_mode(False)
@@ -53,7 +54,7 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
 
     Raises:
         InputError: `model` is no causal language model of transformers.
-        LeakFound: names the documents, the attention backend, and the first layer that lets one through.
+        LeakFound: names the attention backend, and the first layer that lets a document through.
     """
     subject = Subject(model, describe)
     with side_effect_free_pass(model):
@@ -66,25 +67,17 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
 def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch.Generator) -> Check:
     """Change every token of one document at a time and compare the logits of the others."""
     name = "leak into logits"
-    leaks: list[Leak] = []
-    blind = []
     with torch.no_grad():
-        before = subject.packed_outputs(documents)
-        noise = max(map(difference, before, subject.packed_outputs(documents)))
-        for source, document in enumerate(documents):
-            mixed = [*documents]
-            mixed[source] = change_tokens(document, subject.vocab_size, generator)
-            moved = list(map(difference, before, subject.packed_outputs(mixed)))
-            blind += [source] if moved[source] <= noise else []
-            leaks += [(moved[victim], source, victim) for victim in _others(documents, source)]
-        value, source, victim = _worst(leaks)
+        change = partial(change_tokens, vocab_size=subject.vocab_size, generator=generator)
+        noise, blind, (value, source, victim) = change_in_turn(subject.packed_outputs, documents, change)
         if blind:
             return Check(name, value, noise, f"document {blind[0]} does not change its own logits", False)
         if value == 0:
             return Check.of(name, value, 0.0, "no bit of any other document's logits changes")
         allowed = SLACK * noise
         if subject.rounds_together:
-            allowed = max(allowed, SLACK * max(_moved_by_rounding(subject, each) for each in documents))
+            perturbed = (difference(subject.logits_alone(x), subject.logits_perturbed(x)) for x in documents)
+            allowed = max(allowed, SLACK * max(perturbed))
         for beside in _in_batches(documents, subject.vocab_size, generator):
             moved = [
                 difference(*(subject.logits_beside(document, x) for x in pair)) for document, pair in beside
@@ -97,13 +90,36 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
     return Check.of(name, value, allowed, f"document {source} changes document {victim}, first in {where}")
 
 
+def change_in_turn(
+    run: Callable[[Sequence[Document]], Sequence[Tensor]],
+    documents: Sequence[Document],
+    change: Callable[[Document], Document | None],
+) -> tuple[float, list[int], Leak]:
+    """Change one document after another, unless `change` returns None, and compare the outputs of all.
+
+    Returns the difference of two equal runs, the documents whose own output does not change, and the worst
+    leak.
+    """
+    before = run(documents)
+    noise = max(map(difference, before, run(documents)))
+    blind: list[int] = []
+    leaks: list[Leak] = []
+    for source, document in enumerate(documents):
+        if (changed := change(document)) is None:
+            continue
+        row = [*documents[:source], changed, *documents[source + 1 :]]
+        moved = list(map(difference, before, run(row)))
+        blind += [source] if moved[source] <= noise else []
+        leaks += [(moved[victim], source, victim) for victim in _others(documents, source)]
+    return noise, blind, _worst(leaks)
+
+
 def check_gradients(
     subject: Subject, documents: Sequence[Tensor], reached: Sequence[list[float]], generator: torch.Generator
 ) -> Check:
     """Check that the gradient of a document's loss is exactly 0 at the embeddings of every other.
 
-    Args:
-        reached: for each document's loss, the largest gradient at every document's embeddings.
+    `reached` holds, for each document's loss, the largest gradient at every document's embeddings.
     """
     name = "leak into gradients"
     leaks: list[Leak] = []
@@ -134,34 +150,34 @@ def check_trained_gradients(
 ) -> Check:
     """Check that a document's gradients of the trained weights do not change with the other documents.
 
-    Args:
-        moved: their relative change, by document.
+    `moved` is their relative change, by document.
     """
     name = "leak into trained gradients"
-    value = largest(moved)
+    value = float(np.max(moved))  # NaN, if one is
     if value == 0:
         return Check.of(name, value, 0.0, "no bit of any changes with the tokens of other documents")
 
-    def packed(number: int) -> Tensor:
-        return subject.packed_outputs(documents)[number]
+    def moved_between(document: Tensor, *forwards: Callable[[], Tensor]) -> float:
+        first, second = (subject.gradients(document, forward).trained for forward in forwards)
+        return relative_error(list(second.values()), list(first.values()))
 
     rounding = [
-        _moved_gradients(subject, document, [partial(packed, number)] * 2)
-        for number, document in enumerate(documents)
+        moved_between(document, *[lambda n=n: subject.packed_outputs(documents)[n]] * 2)
+        for n, document in enumerate(documents)
     ]
     if subject.rounds_together:
         for document in documents:
-            alone = [partial(subject.logits_alone, document), partial(_perturbed_logits, subject, document)]
-            rounding.append(_moved_gradients(subject, document, alone))
+            runs = (subject.logits_alone, subject.logits_perturbed)
+            rounding.append(moved_between(document, *(partial(each, document) for each in runs)))
     for beside in _in_batches(documents, subject.vocab_size, generator):
         for document, pair in beside:
-            in_batch = [partial(subject.logits_beside, document, neighbour) for neighbour in pair]
-            rounding.append(_moved_gradients(subject, document, in_batch))
+            forwards = (partial(subject.logits_beside, document, neighbour) for neighbour in pair)
+            rounding.append(moved_between(document, *forwards))
         # In 16 bits a sample may round exactly by chance: allow at least one unit of rounding
-        allowed = max(SLACK * largest(rounding), torch.finfo(subject.dtype).eps)
+        allowed = max(SLACK * float(np.max(rounding)), torch.finfo(subject.dtype).eps)
         if value <= allowed:
             return Check.of(name, value, allowed, "they move by no more than rounding does")
-    detail = f"those of document {moved.index(value)} change with the tokens of others"
+    detail = f"those of document {np.argmax(moved)} change with the tokens of others"
     return Check.of(name, value, allowed, detail)
 
 
@@ -215,30 +231,14 @@ def _in_batches(
 ) -> Iterator[list[tuple[Tensor, list[Tensor]]]]:
     """Draw samples of two neighbours of one length for each document in an ordinary batch.
 
-    The first are longer than the document. An expert gets few tokens of short documents, and one more or less
-    may change how its GEMM rounds; so further samples have the lengths of the row's documents.
+    The first are longer than the document. An expert's GEMM may round otherwise with one token more or less,
+    so further samples have the lengths of the row's documents.
     """
     yield [(document, neighbours(document, vocab_size, generator)) for document in documents]
     for sample in range(1, _SAMPLES):
         lengths = [len(documents[(number + sample) % len(documents)]) for number in range(len(documents))]
         pairs = [random_documents([length] * 2, vocab_size, generator) for length in lengths]
         yield list(zip(documents, pairs, strict=True))
-
-
-def _moved_by_rounding(subject: Subject, document: Tensor) -> float:
-    """Return the change of a document's logits alone when its layers are perturbed."""
-    return difference(subject.logits_alone(document), _perturbed_logits(subject, document))
-
-
-def _perturbed_logits(subject: Subject, document: Tensor) -> Tensor:
-    with subject.perturbed_layers():
-        return subject.logits_alone(document)
-
-
-def _moved_gradients(subject: Subject, document: Tensor, forwards: Sequence[Callable[[], Tensor]]) -> float:
-    """Return the relative change of a document's gradients between two forward passes."""
-    first, second = (subject.gradients(document, forward).trained for forward in forwards)
-    return relative_error(list(second.values()), list(first.values()))
 
 
 def neighbours(document: Tensor, vocab_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -260,14 +260,9 @@ def difference(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max())
 
 
-def _others(documents: Sequence[Tensor], one: int) -> list[int]:
+def _others(documents: Sequence[Any], one: int) -> list[int]:
     return [number for number in range(len(documents)) if number != one]
 
 
 def _worst(leaks: Sequence[Leak]) -> Leak:
-    return max(leaks, key=lambda leak: math.inf if math.isnan(leak[0]) else leak[0])
-
-
-def largest(values: Sequence[float]) -> float:
-    """Return the largest value; NaN counts as the largest, and no value as 0."""
-    return max(values, key=lambda value: math.inf if math.isnan(value) else value, default=0.0)
+    return leaks[int(np.argmax([leak[0] for leak in leaks]))]  # NaN is the worst

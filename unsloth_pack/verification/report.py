@@ -53,9 +53,8 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def __str__(self) -> str:
-        checkpointing = "on" if self.checkpointing else "off"
         model = f"{self.model_type}, attention {self.attn_backend}, {self.dtype}"
-        head = (
-            f"{model}, checkpointing {checkpointing}; documents of {', '.join(map(str, self.lengths))} tokens"
-        )
+        checkpointing = "on" if self.checkpointing else "off"
+        lengths = ", ".join(map(str, self.lengths))
+        head = f"{model}, checkpointing {checkpointing}; documents of {lengths} tokens"
         return "\n".join([head, *map(str, self.checks)])

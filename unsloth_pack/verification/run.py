@@ -1,6 +1,5 @@
 """`verify`: every check on one model."""
 
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,8 +57,7 @@ def verify(
 
     Raises:
         InputError: `model` is no causal language model of transformers; documents are too few, empty, too
-            long, or neither texts nor token ids of this model; texts without a tokenizer; a wrong
-            `max_seq_length` or `seed`.
+            long, or hold ids that the model lacks; texts without a tokenizer; a wrong `max_seq_length`.
     """
     require_whole("seed", seed, 0, LAST_SEED)
     if max_seq_length is not None:
@@ -76,11 +74,11 @@ def verify(
 
         collate = row_collator()
     with side_effect_free_pass(model):
-        results = []
+        measured = []
         for number in range(len(row)):
             progress(f"document {number + 1} of {len(row)} in the row and alone")
-            results.append(_measure(subject, row, number, generator))
-        reached, moved, packed, rounded = map(list, zip(*results, strict=True))
+            measured.append(_measure(subject, row, number, generator))
+        reached, moved, packed, rounded = map(list, zip(*measured, strict=True))
         progress("rounding of every document")
         against_alone = agreement.check_alone(subject, row, packed, rounded, generator)
         progress("leaks into trained gradients")
@@ -110,19 +108,16 @@ def verify(
 def _measure(
     subject: Subject, row: Sequence[Tensor], number: int, generator: torch.Generator
 ) -> tuple[list[float], float, agreement.Errors, agreement.Errors]:
-    """Measure one document of the row.
+    """Measure one document of the row, with the gradients of at most two passes in memory.
 
-    Returns:
-        The gradient of its loss at all documents' embeddings, the change of its gradients when all other
-        documents change, and the errors of its packed and of a perturbed pass. Holds at most two passes'
-        gradients at a time.
+    Returns the gradient of its loss at all documents' embeddings, the change of its gradients when all other
+    documents change, and the errors of its packed and of a perturbed pass.
     """
-    document, start = row[number], sum(map(len, row[:number]))
+    document = row[number]
     alone = subject.gradients(document, lambda: subject.logits_alone(document))
     rounded = agreement.rounded_errors(subject, document, alone)
     packed = subject.gradients(document, lambda: subject.packed_outputs(row)[number])
-    own = packed.embeddings[0, start : start + len(document)]
-    errors = agreement.Errors.compare(packed, alone, own)
+    errors = agreement.Errors.compare(packed, alone, first=sum(map(len, row[:number])))
     del alone
     reached = greatest_by_document(packed.embeddings[0], row)
     return reached, leaks.moved_by_others(subject, row, number, packed, generator), errors, rounded
@@ -148,16 +143,14 @@ def _encode(
             if tokenizer is None:
                 raise InputError("documents hold texts; give the tokenizer too, or token ids")
             document = tokenizer(document)["input_ids"]
-        ids = np.asarray(document)
-        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
-            raise InputError(f"documents hold {reprlib.repr(document)}; give texts, or lists of token ids")
+        ids = np.asarray(document, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < subject.vocab_size:
             problem = f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to"
             raise InputError(f"{problem} {subject.vocab_size - 1}; give the tokenizer's of this model")
         if subject.image_token in ids:
             problem = f"documents hold token {subject.image_token}, which stands for images"
             raise InputError(f"{problem}; give texts, or None: images are drawn beside them")
-        encoded.append(torch.as_tensor(ids, dtype=torch.int64, device="cpu"))
+        encoded.append(torch.from_numpy(ids))
     lengths = [len(document) for document in encoded]
     if len(lengths) < 2 or min(lengths) == 0:
         raise InputError(f"documents have {lengths[:8]} tokens; give two or more, none of them empty")

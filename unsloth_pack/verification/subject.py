@@ -1,28 +1,48 @@
-"""The model under test: its calls, measurements, and the restoration of its state.
+"""The model under test: its calls and measurements on text, and on random documents with images.
 
-Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
+Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary, P patches of all images,
+S the side of an image or tile in pixels.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
+from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, encode_images
 from unsloth_pack.models import vision_spec_for
+from unsloth_pack.models.spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import require_model
+from unsloth_pack.packed_row.images import RowImages
+from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]
 Describe = Callable[..., Mapping[str, Any]]  # from the lengths, and from `axes` if it has this argument
+Size = tuple[int, int]  # tokens of an image in height and width, for models with free sizes
+
+# Text, and images as tokens in height and width: last and first, so that images of two documents are
+# neighbours; none; three of unequal size
+_PICTURED: tuple[tuple[int | Size, ...], ...] = (
+    (7, (4, 2)),
+    ((2, 3), 5),
+    (9,),
+    (3, (1, 1), 2, (2, 4), 1, (3, 1), 6),
+)
+_LARGEST = (4, 4)  # in height and width, of these images
+_MIN_TILES = 2  # of the only image of a document, if a model cuts it: the whole image and one tile
+_SPECIAL_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -43,15 +63,7 @@ class Gradients:
 
 
 class Subject(ProbeSubject):
-    """A causal language model, and the description of its packed rows.
-
-    Args:
-        model: a transformers model, or a PEFT model of one, patched or not.
-        describe: as for `verify`.
-
-    Raises:
-        InputError: the model is no module, not of transformers, or has no language model's head.
-    """
+    """A causal language model, and the description of its packed rows; arguments as for `verify`."""
 
     def __init__(self, model: Any, describe: Description | Describe | None):
         require_model(model)
@@ -65,13 +77,9 @@ class Subject(ProbeSubject):
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         self.vocab_size = min(self.config.vocab_size, len(embedding))
-        vision_spec = vision_spec_for(model.config.model_type)
-        self.image_token = None if vision_spec is None else int(getattr(model.config, vision_spec.token))
-        if describe is None:
-            describe = "position_ids" if patch is None else "packed_seq_lengths"
-        self.description = describe
-        self._describe = describe if callable(describe) else _get_description(describe)
-        self._takes_axes = callable(describe) and "axes" in inspect.signature(describe).parameters
+        self.vision = vision_spec_for(model.config.model_type)
+        self.image_token = None if self.vision is None else int(getattr(model.config, self.vision.token))
+        self.description = describe or ("position_ids" if patch is None else "packed_seq_lengths")
 
     @property
     def is_checkpointing(self) -> bool:
@@ -81,10 +89,7 @@ class Subject(ProbeSubject):
     def layers(self) -> list[nn.Module]:
         """The decoder layers: the decoder's first, outermost list of modules."""
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
-        for module in decoder.modules():
-            if isinstance(module, nn.ModuleList):
-                return list(module)
-        raise InputError(f"a {type(self.model).__name__} has no list of layers; give a decoder")
+        return list(next(module for module in decoder.modules() if isinstance(module, nn.ModuleList)))
 
     @cached_property
     def rounds_together(self) -> bool:
@@ -98,11 +103,10 @@ class Subject(ProbeSubject):
         holders = [self.config, *self.model.modules()]
         return {w for holder in holders if isinstance(w := getattr(holder, "sliding_window", None), int)}
 
-    def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
+    def packed(self, documents: Sequence[Tensor], **more: Tensor) -> Any:
         """Run the model on one row of all documents, `[1, T]`."""
         described = self.described([len(document) for document in documents])
-        ids = self._to_text(torch.cat(list(documents)))[None]
-        return self.model(input_ids=ids, **described, **more)
+        return self.model(input_ids=self._to_text(torch.cat(list(documents)))[None], **described, **more)
 
     def _to_text(self, ids: Tensor) -> Tensor:
         """Move ids to the device, with another id in place of the image token."""
@@ -117,13 +121,25 @@ class Subject(ProbeSubject):
         Args:
             axes: `[3, 1, T]`, positions in time, height and width. None: those of text.
         """
-        more = {}
-        if self._takes_axes:
-            more["axes"] = _restarting_positions(lengths)[None].expand(3, 1, -1) if axes is None else axes
-        described = self._describe(lengths, **more)
-        if not isinstance(described, Mapping):
-            remedy = "give a function from the list of lengths to keyword arguments"
-            raise InputError(f"describe gives a {type(described).__name__}; {remedy}")
+        described: Mapping[str, Any]
+        match self.description:
+            case "packed_seq_lengths":
+                described = {"packed_seq_lengths": list(lengths)}
+            case "position_ids":
+                described = {"position_ids": _restarting_positions(lengths)}
+            case "trl":
+                from unsloth_pack.training.trainer import row_collator
+
+                batch = row_collator()([build_example(lengths)])
+                described = {name: batch[name] for name in batch if name not in ("input_ids", "labels")}
+            case str(name):
+                choices = "packed_seq_lengths, position_ids, trl, or a function"
+                raise InputError(f"describe is {name!r}; choose {choices}")
+            case function if "axes" in inspect.signature(function).parameters:
+                text_axes = _restarting_positions(lengths)[None].expand(3, 1, -1)
+                described = function(lengths, axes=text_axes if axes is None else axes)
+            case function:
+                described = function(lengths)
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -134,14 +150,18 @@ class Subject(ProbeSubject):
         """Return the logits `[L, V]` of a document alone."""
         return self.model(input_ids=self._to_text(document)[None], use_cache=False).logits[0]
 
+    def logits_perturbed(self, document: Tensor) -> Tensor:
+        """Return the logits `[L, V]` of a document alone with perturbed layers."""
+        with self.perturbed_layers():
+            return self.logits_alone(document)
+
     def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
         """Return the logits `[L, V]` of a document in an ordinary batch of two, the shorter one padded.
 
         Rows of a batch never attend to each other, nor to padding on the right: the difference to the
         document alone is rounding. With a mask, a patched model would run the two as one packed row.
         """
-        ids = torch.zeros(2, max(len(document), len(neighbour)), dtype=torch.int64, device="cpu")
-        ids[0, : len(document)], ids[1, : len(neighbour)] = document, neighbour
+        ids = nn.utils.rnn.pad_sequence([document, neighbour], batch_first=True)
         return self.model(input_ids=self._to_text(ids), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
@@ -153,7 +173,7 @@ class Subject(ProbeSubject):
 
         def loss() -> Tensor:
             logits.append(forward())
-            return compute_loss(logits[0], document)
+            return _ring_loss(logits[0], document)
 
         value, embeddings, trained = self.backward(loss)
         return Gradients(value / len(document), logits[0].detach(), embeddings, trained)
@@ -161,7 +181,7 @@ class Subject(ProbeSubject):
     def backward(self, loss: Callable[[], Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
         """Return a loss, its gradients at the input embeddings of all its passes, joined `[rows, T, C]`, and
         those of the trained parameters, by name."""
-        with self.recorded_embeddings() as seen:
+        with self._recorded_embeddings() as seen:
             value = loss()
             value.backward()
         trained = {}
@@ -172,14 +192,12 @@ class Subject(ProbeSubject):
         return float(value.detach()), torch.cat(reached, dim=1), trained
 
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
-        """Return the largest gradient at every document's embeddings, of the loss of some of them."""
-        with self.recorded_embeddings() as seen:
+
+        def loss() -> Tensor:
             logits = self.packed_outputs(documents)
-            torch.stack([compute_loss(logits[i], documents[i]) for i in scored]).sum().backward()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        gradient = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
-        return greatest_by_document(gradient[0], documents)
+            return torch.stack([_ring_loss(logits[i], documents[i]) for i in scored]).sum()
+
+        return greatest_by_document(self.backward(loss)[1][0], documents)
 
     @contextmanager
     def perturbed_layers(self) -> Iterator[None]:
@@ -194,14 +212,14 @@ class Subject(ProbeSubject):
             yield
 
     @contextmanager
-    def recorded_embeddings(self) -> Iterator[list[Tensor]]:
+    def _recorded_embeddings(self) -> Iterator[list[Tensor]]:
         """Record the outputs of the input embedding, with their gradients.
 
         A model with a hook is not captured into CUDA graphs, so this leaves no trace there.
         """
         seen: list[Tensor] = []
 
-        def record(module: nn.Module, args: Any, output: Tensor) -> None:
+        def record(module: nn.Module, args: object, output: Tensor) -> None:
             if not output.requires_grad:
                 output.requires_grad_()
             output.retain_grad()
@@ -214,11 +232,174 @@ class Subject(ProbeSubject):
             hook.remove()
 
 
+@dataclass(frozen=True)
+class Pictured:
+    """A document with images.
+
+    Args:
+        ids: `[L]` int64, a placeholder for each token of an image.
+        pixels: float32; entries of `pixel_values` in the first dimension: patches, tiles or images.
+        described: further arguments of a call, one entry for each image.
+    """
+
+    ids: Tensor
+    pixels: Tensor
+    described: Mapping[str, Sequence[Any]]
+
+    def negative(self) -> "Pictured | None":
+        """Return the document with inverted images; None if it has none."""
+        return replace(self, pixels=-self.pixels) if len(self.pixels) else None
+
+
+class ImageSubject:
+    """A subject that takes images: its calls on documents with some.
+
+    With positions on three axes, the description "position_ids" means those along the text, then in time,
+    height and width. A function with an argument `axes` gets the latter three, `[3, 1, T]`.
+    """
+
+    def __init__(self, subject: Subject, spec: VisionSpec):
+        self.subject, self.spec = subject, spec
+        self.config = subject.model.config
+        self._token = getattr(self.config, spec.token)
+
+    def documents(self, generator: torch.Generator) -> list[Pictured]:
+        """Draw random documents. The model counts the tokens of images."""
+        documents = []
+        sizes = [[part for part in parts if isinstance(part, tuple)] for parts in _PICTURED]
+        images = [self._draw_images(each, generator) for each in sizes]
+        for parts, document in zip(_PICTURED, images, strict=True):
+            lengths = iter(self._count_tokens(document))
+            ids = [
+                torch.full((next(lengths),), self._token)
+                if isinstance(part, tuple)
+                else torch.randint(*self._text_ids, (part,), generator=generator)
+                for part in parts
+            ]
+            documents.append(replace(document, ids=torch.cat(ids)))
+        return documents
+
+    def _draw_images(self, sizes: Sequence[Size], generator: torch.Generator) -> Pictured:
+        """Draw images of a document without ids, of shapes that the model takes."""
+        spec, vision = self.spec, self.config.vision_config
+        names = ("in_channels", "in_chans", "num_channels")
+        channels = next(int(n) for name in names if (n := getattr(vision, name, None)))
+        described: dict[str, list[list[int]]] = {}
+        shape: tuple[int, ...]
+        if spec.attends == "grids":  # [P, numbers of a patch]
+            merge = getattr(vision, spec.merge)
+            grids = [[1, merge * height, merge * width] for height, width in sizes]
+            n_patches = sum(height * width for _, height, width in grids)
+            shape = (n_patches, channels * vision.temporal_patch_size * vision.patch_size**2)
+            described = {spec.grid or "": grids}
+        elif spec.attends == "sizes":  # [images, channels, height, width], padded to the largest of all
+            unit = vision.patch_size * getattr(self.config, spec.merge)
+            shape = (len(sizes), channels, *(unit * side for side in _LARGEST))
+            described = {spec.sizes or "": [[unit * height, unit * width] for height, width in sizes]}
+        else:  # [images, channels, S, S], or [images, tiles, channels, S, S]
+            side = vision.image_size
+            height, width = (side, side) if isinstance(side, int) else side
+            tiles = () if spec.sizes is None else (_MIN_TILES,)
+            shape = (len(sizes), *tiles, channels, height, width)
+            described = {} if spec.sizes is None else {spec.sizes: [[height, width]] * len(sizes)}
+        return Pictured(torch.empty(0), torch.randn(shape, generator=generator), described)
+
+    def _count_tokens(self, document: Pictured) -> list[int]:
+        """Count the tokens of every image of a document."""
+        if not len(document.pixels):
+            return []
+        model = self.subject.model
+        base = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+        images = Images(self._shape_pixels(document.pixels), self._described_images([document]))
+        with torch.no_grad():
+            return encode_images(base, self.spec, images).sizes.tolist()
+
+    @property
+    def _text_ids(self) -> tuple[int, int]:
+        """The first and the end of the longest run of token ids without those of images."""
+        n_ids = self.subject.vocab_size
+        special = {getattr(self.config, name, None) for name in _SPECIAL_IDS}
+        edges = sorted({-1, n_ids, *(n for n in special if isinstance(n, int) and n < n_ids)})
+        before, after = max(pairwise(edges), key=lambda edge: edge[1] - edge[0])
+        return before + 1, after
+
+    def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the logits `[L, V]` of every document in one row.
+
+        Raises:
+            InputError: the model does not accept the description of the row.
+        """
+        lengths = [len(document.ids) for document in documents]
+        if self.spec.grid is None:
+            described = self.subject.described(lengths)
+        elif self.subject.description == "position_ids":
+            along = _restarting_positions(lengths)[None].to(self.subject.device)
+            described = {"position_ids": torch.cat([along, self._axes(documents)])}
+        else:
+            described = self.subject.described(lengths, self._axes(documents))
+        try:
+            return self._run(documents, pixels, described)[0].split(lengths)
+        except InputError:
+            raise
+        except ValueError as error:
+            problem = f"the model takes no row of images that is described so: {first_line(error)}"
+            raise InputError(f"{problem}; describe it as the model asks") from error
+
+    def logits_alone(self, document: Pictured) -> Tensor:
+        """Return the logits `[L, V]` of a document alone."""
+        axes = {} if self.spec.grid is None else {"position_ids": self._axes([document])}
+        return self._run([document], None, {"use_cache": False, **axes})[0]
+
+    def _run(self, documents: Sequence[Pictured], pixels: Tensor | None, more: dict[str, Any]) -> Tensor:
+        """Return the logits `[1, T, V]` of a row of all documents."""
+        ids = torch.cat([document.ids for document in documents])[None]
+        pixels = self.pixels(documents) if pixels is None else pixels
+        arguments: dict[str, Tensor] = {}
+        if len(pixels):
+            described = self._described_images(documents)
+            arguments = {name: torch.tensor(numbers) for name, numbers in described.items()}
+            if self.spec.both_ways:
+                arguments[TOKEN_TYPES] = (ids == self._token).int()
+            arguments[PIXELS] = self._shape_pixels(pixels)
+        on_device = {name: value.to(self.subject.device) for name, value in arguments.items()}
+        return self.subject.model(input_ids=ids.to(self.subject.device), **on_device, **more).logits
+
+    def pixels(self, documents: Sequence[Pictured]) -> Tensor:
+        """Join the entries of `pixel_values` of all documents."""
+        joined = torch.cat([document.pixels for document in documents])
+        return joined.to(self.subject.device, self.subject.dtype)
+
+    def _shape_pixels(self, pixels: Tensor) -> Tensor:
+        """Add the dimension of rows, if the model has one."""
+        return pixels[None] if pixels.ndim < min(self.spec.dimensions) else pixels
+
+    def _described_images(self, documents: Sequence[Pictured]) -> dict[str, list[Any]]:
+        """Return the arguments of a call beside pixels."""
+        names = documents[0].described
+        described = {name: [n for each in documents for n in each.described[name]] for name in names}
+        if self.spec.of_documents is not None:
+            described[self.spec.of_documents] = [
+                max(map(len, each.described.values()), default=len(each.pixels)) for each in documents
+            ]
+        return described
+
+    def _axes(self, documents: Sequence[Pictured]) -> Tensor:
+        """Compute positions in time, height and width, `[3, 1, T]`."""
+        row = PackedRow.of_lengths(tuple(len(d.ids) for d in documents), torch.device("cpu"))
+        merge = getattr(self.config.vision_config, self.spec.merge)
+        described = self._described_images(documents)
+        grids = np.array(described[self.spec.grid or ""], dtype=np.int64).reshape(-1, 3)
+        token_grids = grids // [1, merge, merge]
+        is_placeholder = torch.cat([d.ids for d in documents]) == self._token
+        images = RowImages.locate(is_placeholder.numpy(), token_grids.prod(axis=1), row)
+        return torch.from_numpy(images.axes(row, token_grids))[:, None].to(self.subject.device)
+
+
 @contextmanager
 def changed_inputs(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
     """Apply `change` to the hidden states `[1, T, C]` of every layer's input."""
 
-    def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (change(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
@@ -231,26 +412,10 @@ def changed_inputs(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Modul
             hook.remove()
 
 
-def compute_loss(logits: Tensor, document: Tensor) -> Tensor:
+def _ring_loss(logits: Tensor, document: Tensor) -> Tensor:
     """Compute the summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, document.roll(-1).to(logits.device), reduction="sum")
-
-
-def _get_description(name: str) -> Describe:
-    if name == "packed_seq_lengths":
-        return lambda lengths: {"packed_seq_lengths": list(lengths)}
-    if name == "position_ids":
-        return lambda lengths: {"position_ids": _restarting_positions(lengths)}
-    if name == "trl":
-        from unsloth_pack.training.trainer import row_collator
-
-        def describe(lengths: list[int]) -> dict[str, Any]:
-            batch = row_collator()([build_example(lengths)])
-            return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
-
-        return describe
-    raise InputError(f"describe is {name!r}; choose packed_seq_lengths, position_ids, trl, or a function")
 
 
 def _restarting_positions(lengths: Sequence[int]) -> Tensor:
