@@ -1,21 +1,19 @@
-"""plan_packs: which documents share a row."""
+"""plan_packs: decide which documents share a row."""
 
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
 from unsloth_pack.errors import InputError, require_whole
 
-# Document lengths in the form that planners take: a checked integer array.
-
-BLOCK = 1 << 20  # documents worked on at a time, so that temporaries stay small beside the lengths themselves
+STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
 
 
-def as_lengths(lengths: Any) -> np.ndarray:
+def as_lengths(lengths: object) -> np.ndarray:
     """`[documents]` of the integer type that came in: lengths in tokens, from a list, array or CPU tensor.
 
     Raises:
@@ -24,10 +22,7 @@ def as_lengths(lengths: Any) -> np.ndarray:
     try:
         array = np.asarray(lengths)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(
-            f"lengths of type {type(lengths).__name__} do not make an array ({error}); "
-            "give one integer a document"
-        ) from error
+        raise InputError(f"lengths do not make an array ({error}); give one integer a document") from error
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -40,12 +35,12 @@ def as_lengths(lengths: Any) -> np.ndarray:
     return array
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether `value` is a real number, of Python or numpy."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_positive(name: str, value: Any) -> int:
+def check_positive(name: str, value: int) -> int:
     """`value` as an int.
 
     Raises:
@@ -55,83 +50,48 @@ def check_positive(name: str, value: Any) -> int:
     return int(value)
 
 
-def count_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """`[longest + 1]` int64: how many documents have each length, from 0 tokens on.
-
-    Raises:
-        InputError: a document is longer than `capacity`.
-    """
-    longest = int(lengths.max(initial=0))
-    if longest > capacity:
-        longer = lengths > capacity
-        first = int(np.argmax(longer))
-        raise InputError(
-            f"document {first} has {lengths[first]} tokens and capacity is {capacity} "
-            f"({int(longer.sum())} of {len(lengths)} are over it); truncate, split or drop them first"
-        )
-    counts = np.zeros(longest + 1, np.int64)
-    for start in range(0, len(lengths), BLOCK):
-        counts += np.bincount(lengths[start : start + BLOCK].astype(np.int64), minlength=longest + 1)
-    return counts
-
-
 def padded_slots(lengths: np.ndarray, batch_size: int) -> int:
     """Slots of all batches of `batch_size` documents in their order, each padded to its longest document."""
     starts = np.arange(0, len(lengths), batch_size)
     return int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths)))
 
 
-def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Int64 indices of the documents with tokens, longest first; equal lengths keep the input order."""
-    order = np.argsort(int(lengths.max(initial=0)) - lengths.astype(np.int64), kind="stable")
+def _count_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """`[longest + 1]` int64: how many documents have each length, from 0 tokens on."""
+    if lengths.max(initial=0) > capacity:
+        longer = lengths > capacity
+        first = int(np.argmax(longer))
+        raise InputError(
+            f"document {first} has {lengths[first]} tokens and capacity is {capacity} "
+            f"({int(longer.sum())} of {len(lengths)} are over it); truncate, split or drop them first"
+        )
+    return np.bincount(lengths.astype(np.int64), minlength=1)
+
+
+def _longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Indices of the documents with tokens, longest first; equal lengths keep the input order."""
+    below = int(lengths.max(initial=0)) - lengths.astype(np.int64)
+    order = np.argsort(below.astype(np.uint16) if below.max(initial=0) < 2**16 else below, kind="stable")
     return order[: np.count_nonzero(lengths)]
 
 
-# Best-fit decreasing on the histogram of lengths: documents of one length are placed together.
-#
-# Lengths are taken from the longest down. A document goes into the open bin with the least room that still
-# holds it. That bin then has even less room, so it also takes the next documents of this length, until one
-# no
-# longer fits. Bins with equal room are therefore filled together, with `room // length` documents each:
-#
-#     length 3, 7 documents; bins with room: 8 8 8 5
-#     room 5 -> one bin takes 1; room 8 -> two bins take 2 each, the third takes 2; 0 are left for a new bin
+def _best_fit_decreasing(counts: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Best fit for `counts[length]` documents of each length, longest first, in bins of `capacity` tokens.
 
+    A document goes into the open bin with the least room that still holds it. That bin then has even less
+    room, so it also takes the next documents of this length, until one no longer fits. Bins with equal room
+    are therefore filled together, with `room // length` documents each:
 
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """All moves. A move puts documents of one length into neighbouring bins that have equal room.
+        length 3, 7 documents; bins with room: 8 8 8 5
+        room 5 -> one bin takes 1; room 8 -> two bins take 2 each, the third takes 2; 0 are left for a new bin
 
-    In their order, the moves place the documents from the longest to the shortest. All fields but `n_bins`
-    are `[moves]` int64.
-
-    Args:
-        first, bins: the move fills bins `first` to `first + bins - 1`.
-        each: documents that the move puts into each of these bins.
-        held: documents that each of these bins held before.
-        n_bins: number of bins after all moves.
+    Returns:
+        `[moves, 3]`: the first of neighbouring bins of equal room, their number, and the documents that go
+        into each of them, from the longest documents to the shortest; and the number of bins.
     """
-
-    first: np.ndarray
-    bins: np.ndarray
-    each: np.ndarray
-    held: np.ndarray
-    n_bins: int
-
-    def offsets(self) -> np.ndarray:
-        """`[n_bins + 1]` int64: the running sum of documents a bin."""
-        change = np.zeros(self.n_bins + 1, np.int64)
-        np.add.at(change, self.first, self.each)
-        np.subtract.at(change, self.first + self.bins, self.each)
-        return np.concatenate([[0], np.cumsum(np.cumsum(change)[:-1])])
-
-
-def best_fit_decreasing(counts: np.ndarray, capacity: int) -> Moves:
-    """Best-fit decreasing of `counts[length]` documents of each length into bins of `capacity` tokens."""
-    # Capacity beyond the sum of all lengths changes nothing
-    capacity = min(capacity, int(counts @ np.arange(len(counts))))
-    moves: list[tuple[int, int, int, int]] = []
-    alike: dict[int, list[tuple[int, int, int]]] = {}  # room -> runs of bins: first, bins, documents held
+    capacity = min(capacity, int(counts @ np.arange(len(counts))))  # more than all tokens changes nothing
+    moves: list[tuple[int, int, int]] = []
+    alike: dict[int, list[tuple[int, int]]] = {}  # room -> runs of bins: the first, and their number
     rooms = 0  # bit r is set where alike[r] has bins: the tightest room is one shift away
     n_bins = 0
     for length in (np.flatnonzero(counts[1:]) + 1)[::-1].tolist():
@@ -139,114 +99,40 @@ def best_fit_decreasing(counts: np.ndarray, capacity: int) -> Moves:
         while left:
             if fitting := rooms >> length:
                 room = length + (fitting & -fitting).bit_length() - 1
-                first, bins, held = alike[room].pop()
+                first, bins = alike[room].pop()
                 if not alike[room]:
                     rooms ^= 1 << room
             else:
                 room = capacity
-                first, bins, held = n_bins, -(-left // (capacity // length)), 0
+                first, bins = n_bins, -(-left // (capacity // length))
                 n_bins += bins
             each = room // length
             whole = min(bins, left // each)
             rest = min(left - whole * each, (bins - whole) * each)
-            for taking, take in ((whole, each), (1, rest)):
-                if taking and take:
-                    moves.append((first, taking, take, held))
+            for taking, take in ((whole, each), (min(rest, 1), rest), (bins - whole - min(rest, 1), 0)):
+                if taking:
+                    if take:
+                        moves.append((first, taking, take))
                     left -= taking * take
                     remaining = room - take * length
-                    alike.setdefault(remaining, []).append((first, taking, held + take))
+                    alike.setdefault(remaining, []).append((first, taking))
                     rooms |= 1 << remaining
-                    first, bins = first + taking, bins - taking
-            if bins:
-                alike.setdefault(room, []).append((first, bins, held))
-                rooms |= 1 << room
-    first_of, bins_of, each_of, held_of = np.array(moves, np.int64).reshape(-1, 4).T
-    return Moves(first_of, bins_of, each_of, held_of, n_bins)
+                    first += taking
+    return np.array(moves, np.int64).reshape(-1, 3), n_bins
 
 
-def arrange(moves: Moves, lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The documents of every bin.
-
-    Returns:
-        order: document indices, bin after bin, longest first within each; int32 where they fit, else int64.
-        offsets: `[bins + 1]` int64; bin b holds `order[offsets[b]:offsets[b + 1]]`.
-
-    Raises:
-        InputError: `lengths` have changed since they were counted.
-    """
-    if not np.array_equal(count_lengths(lengths, len(counts) - 1), counts):
-        raise InputError("lengths changed after they were planned; plan them again")
-    offsets = moves.offsets()
-    slots = _slots(moves, offsets, np.int32 if len(lengths) < 2**31 else np.int64)
-    order = np.empty_like(slots)
-    longer = np.concatenate([np.cumsum(counts[::-1])[-2::-1], [0]])  # documents that come before a length
-    for start in range(0, len(lengths), BLOCK):
-        block = lengths[start : start + BLOCK].astype(np.uint16 if len(counts) <= 2**16 else np.int64)
-        documents = np.argsort(block, kind="stable")  # a radix sort for uint16
-        block = block[documents]
-        runs = np.flatnonzero(np.diff(block, prepend=-1))
-        sizes = np.diff(runs, append=len(block))
-        present = block[runs]
-        rank = np.arange(len(block)) + np.repeat(longer[present] - runs, sizes)
-        longer[present] += sizes
-        with_tokens = slice(int(np.searchsorted(block, 1)), None)
-        order[slots[rank[with_tokens]]] = documents[with_tokens] + start
-    return order, offsets
+def _next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """`[documents]`: the bin of each document. A bin is closed by the first that no longer fits into it."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    closed_by = np.searchsorted(ends, ends - lengths.astype(np.int64) + capacity, side="right")
+    starts = [0]
+    while starts[-1] < len(lengths):
+        starts.append(int(closed_by[starts[-1]]))
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _slots(moves: Moves, offsets: np.ndarray, dtype: type) -> np.ndarray:
-    """`[documents]`: the place of the n-th longest document in the order of the bins."""
-    ends = np.cumsum(moves.bins * moves.each)
-    starts = ends - moves.bins * moves.each
-    slots: np.ndarray = np.empty(int(offsets[-1]), dtype)
-    for low in range(0, len(slots), BLOCK):
-        high = min(low + BLOCK, len(slots))
-        touched = slice(np.searchsorted(ends, low, "right"), np.searchsorted(starts, high, "left"))
-        sizes = np.minimum(ends[touched], high) - np.maximum(starts[touched], low)
-        within = np.arange(low, high) - np.repeat(starts[touched], sizes)
-        nth_bin, nth_document = np.divmod(within, np.repeat(moves.each[touched], sizes))
-        bins = nth_bin + np.repeat(moves.first[touched], sizes)
-        slots[low:high] = offsets[bins] + nth_document + np.repeat(moves.held[touched], sizes)
-    return slots
-
-
-# Next fit and first fit: documents are placed one after another, in the order given.
-
-
-def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """A bin is closed by the first document that no longer fits into it.
-
-    Args:
-        lengths: `[documents]` integers, 1 to `capacity`.
-
-    Returns:
-        `[bins + 1]` int64: bin b holds documents `offsets[b]` to `offsets[b + 1] - 1`.
-    """
-    offsets = [0]
-    block = max(BLOCK, 2 * capacity)  # more documents than any bin holds
-    while offsets[-1] < len(lengths):
-        start = offsets[-1]
-        ends = np.cumsum(lengths[start : start + block], dtype=np.int64)
-        begins = ends - lengths[start : start + block]
-        closed_by = np.searchsorted(ends, begins + capacity, side="right").tolist()
-        is_last = start + len(ends) == len(lengths)
-        at = 0
-        while at < len(ends):
-            at = closed_by[at]
-            if at < len(ends) or is_last:
-                offsets.append(start + at)
-    return np.array(offsets, np.int64)
-
-
-def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """A document goes into the first bin, in the order of opening, that has room for it.
-
-    Args:
-        lengths: `[documents]` integers, 1 to `capacity`.
-
-    Returns:
-        `[documents]` int64: the bin of each document; and the number of bins.
-    """
+def _first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """`[documents]`: the bin of each document, the first one opened that has room for it."""
     # Any two neighbouring bins hold more than one capacity, so there are never more leaves than this.
     most = 2 * int(lengths.sum(dtype=np.int64)) // capacity + 2
     size = 1 << (most - 1).bit_length()
@@ -266,10 +152,22 @@ def first_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             if room[node] == most_room:
                 break
             room[node] = most_room
-    return np.array(bins, np.int64), max(bins, default=-1) + 1
+    return np.array(bins, np.int64)
 
 
-STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
+def _by_bin(documents: np.ndarray, bins: np.ndarray, n_bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents bin after bin, and where each bin begins, from the bin of each document."""
+    sizes = np.bincount(bins, minlength=n_bins)
+    return documents[np.argsort(bins, kind="stable")], np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _by_moves(moves: np.ndarray, n_bins: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `_by_bin`, from the moves of best fit."""
+    first, bins, each = moves.T
+    sizes = bins * each
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    bin_of_document = np.repeat(first, sizes) + within // np.repeat(each, sizes)
+    return _by_bin(_longest_first(lengths), bin_of_document, n_bins)
 
 
 class Bins(Sequence[list[int]]):
@@ -291,9 +189,6 @@ class Bins(Sequence[list[int]]):
         i = range(len(self))[index]
         return self._order[self._offsets[i] : self._offsets[i + 1]].tolist()
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self[i] for i in range(len(self)))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
@@ -307,7 +202,7 @@ class PackPlan:
     """Documents assigned to bins of `capacity` tokens.
 
     The numbers are known at once. Which document lies in which bin is computed when `order`, `offsets` or
-    `bins` is first used; this takes 8 bytes a document.
+    `bins` is first used.
 
     Args:
         n_documents, tokens: documents placed, and the tokens they hold.
@@ -354,7 +249,7 @@ class PackPlan:
         return self.tokens / (self.n_bins * self.capacity) if self.n_bins else 1.0
 
 
-def plan_packs(lengths: Any, capacity: int, strategy: str = "bfd") -> PackPlan:
+def plan_packs(lengths: object, capacity: int, strategy: str = "bfd") -> PackPlan:
     """Assign whole documents to as few bins as the strategy finds.
 
     Args:
@@ -379,19 +274,16 @@ def plan_packs(lengths: Any, capacity: int, strategy: str = "bfd") -> PackPlan:
     if strategy not in STRATEGIES:
         raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
     lengths = as_lengths(lengths)
-    counts = count_lengths(lengths, capacity)
-    arranged: Callable[[], tuple[np.ndarray, np.ndarray]]
+    counts = _count_lengths(lengths, capacity)
     if strategy == "bfd":
-        moves = best_fit_decreasing(counts, capacity)
-        n_bins, arranged = moves.n_bins, partial(arrange, moves, lengths, counts)
+        moves, n_bins = _best_fit_decreasing(counts, capacity)
+        arrange = partial(_by_moves, moves, n_bins, lengths)
     else:
-        documents = longest_first(lengths) if strategy == "ffd" else np.flatnonzero(lengths)
-        if strategy == "next_fit":
-            offsets = next_fit(lengths[documents], capacity)
-            n_bins, arranged = len(offsets) - 1, partial(_as_they_are, documents, offsets)
-        else:
-            bins, n_bins = first_fit(lengths[documents], capacity)
-            arranged = partial(_by_bin, documents, bins, n_bins)
+        documents = _longest_first(lengths) if strategy == "ffd" else np.flatnonzero(lengths)
+        fit = _next_fit if strategy == "next_fit" else _first_fit
+        bins = fit(lengths[documents], capacity)
+        n_bins = int(bins.max(initial=-1)) + 1
+        arrange = partial(_by_bin, documents, bins, n_bins)
     return PackPlan(
         capacity=capacity,
         strategy=strategy,
@@ -400,14 +292,5 @@ def plan_packs(lengths: Any, capacity: int, strategy: str = "bfd") -> PackPlan:
         n_empty=int(counts[0]),
         tokens=int(counts @ np.arange(len(counts))),
         histogram=counts,
-        _arrange=arranged,
+        _arrange=arrange,
     )
-
-
-def _as_they_are(documents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return documents, offsets
-
-
-def _by_bin(documents: np.ndarray, bins: np.ndarray, n_bins: int) -> tuple[np.ndarray, np.ndarray]:
-    sizes = np.bincount(bins, minlength=n_bins)
-    return documents[np.argsort(bins, kind="stable")], np.concatenate([[0], np.cumsum(sizes)])
