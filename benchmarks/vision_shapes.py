@@ -211,9 +211,7 @@ def build(name: str, work: Path) -> str:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
-    processor = VisionProcessor(
-        shape.image_processor(), tokenizer, tokenizer.chat_template, tokens, config=config
-    )
+    processor = VisionProcessor(shape.image_processor(), tokenizer, tokenizer.chat_template, config)
     processor.save_pretrained(folder)
     return str(folder)
 
@@ -244,11 +242,10 @@ def processor_in(folder: str, name: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from unsloth_pack.images.processor import VisionProcessor
-    from unsloth_pack.images.tokens import get_image_tokens
 
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    images, tokens = SHAPES[name].image_processor(), get_image_tokens(config)
-    return config, VisionProcessor(images, tokenizer, tokenizer.chat_template, tokens, config=config)
+    images = SHAPES[name].image_processor()
+    return config, VisionProcessor(images, tokenizer, tokenizer.chat_template, config)
 
 
 @cache

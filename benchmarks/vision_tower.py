@@ -110,7 +110,7 @@ def rows_of(
     for documents in updates(sides, row_tokens, make, count):
         images = [read(file, len(one.sides)) for one in documents for file in one.jpegs()]
         pixels = torch.cat([values for _, values in images])
-        yield pixels.to(DEVICE, model.dtype), torch.tensor([made.grid for made, _ in images])
+        yield pixels.to(DEVICE, model.dtype), torch.tensor([made.size for made, _ in images])
 
 
 def tokens_of(output: Any) -> Tensor:

@@ -172,8 +172,6 @@ def tile_processor(name, **options):
         tile_image_processor(name, **options),
         tokenizer,
         tokenizer.chat_template,
-        IMAGE_TOKENS[name],
-        {},
         tile_config(name),
     )
 

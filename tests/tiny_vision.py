@@ -43,9 +43,7 @@ def image_processor(patch=16, **options):
 def vision_processor(model_type="qwen3_vl", template=TEMPLATE, **options):
     patch = 16 if model_type == "qwen3_vl" else 14
     tokenizer = vision_tokenizer(template)
-    return VisionProcessor(
-        image_processor(patch, **options), tokenizer, template, IMAGE_TOKENS[model_type], {}
-    )
+    return VisionProcessor(image_processor(patch, **options), tokenizer, template, vision_config(model_type))
 
 
 def vision_config(model_type="qwen3_vl", tie=False):

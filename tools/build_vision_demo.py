@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
     get_wsd_schedule,
@@ -138,13 +139,13 @@ def train_tokenizer(rows: Iterable[Row]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def new_processor(tokenizer: PreTrainedTokenizerFast) -> VisionProcessor:
+def new_processor(tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig) -> VisionProcessor:
     """One token for each cell of a picture, whose size stays as it is."""
     sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     image_processor = Qwen2VLImageProcessorPil(min_pixels=CELL**2, max_pixels=(16 * CELL) ** 2, **sizes)
     # transformers' AutoProcessor loads nothing without one
     of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **sizes}
-    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, TOKENS, of_videos)
+    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, config, of_videos)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -246,7 +247,8 @@ def main() -> None:
     torch.manual_seed(0)
     heldout = [caption_row(scene) for scene in heldout_scenes()]
     tokenizer = train_tokenizer(islice(base_rows(seed=5), 3000))
-    processor, model = new_processor(tokenizer), new_model(tokenizer)
+    model = new_model(tokenizer)
+    processor = new_processor(tokenizer, model.config)
     print(f"{model.num_parameters():,} parameters")
     train(model, processor, base_rows(seed=7), heldout, args.steps, args.batch)
 

@@ -81,9 +81,7 @@ class FastVisionModel:
         config, _ = split_config(source, **files)
         tokens = get_image_tokens(config)
         image_source = find_processor_folder(model_name)
-        image_processor = load_image_processor(
-            image_source, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
-        )
+        image_processor = load_image_processor(image_source, config, max_pixels, min_pixels, **files)
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name,
             max_seq_length=max_seq_length,
@@ -94,7 +92,7 @@ class FastVisionModel:
             **kwargs,
         )
         ImageTokenIds(tokens, tokenizer, config)
-        return model, build_processor(image_source, image_processor, tokenizer, tokens, config, **files)
+        return model, build_processor(image_source, image_processor, tokenizer, config, **files)
 
     @staticmethod
     def get_peft_model(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import error
-from tiny_vision import FAMILY, IMAGE_TOKENS, asked, encoded, image_processor, picture, vision_processor
+from tiny_vision import FAMILY, asked, encoded, image_processor, picture, vision_config, vision_processor
 from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
@@ -19,8 +19,8 @@ from transformers import (
 
 from unsloth_pack import VisionDataCollator
 from unsloth_pack.errors import InputError
+from unsloth_pack.images.families import QwenVLImages
 from unsloth_pack.images.processor import build_processor, limit_pixels, load_image_processor
-from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.reading import ImageSource
 
 THEIRS = dict(zip(FAMILY, (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor), strict=True))
@@ -78,16 +78,16 @@ def test_ids_and_pixels_equal_those_of_transformers(model_type):
 def test_tokens_from_the_header_are_those_of_the_patches(height, width, most):
     if max(height, width) / min(height, width) > 190:
         return
-    make = QwenVLImages(image_processor())
+    make = QwenVLImages(image_processor(), vision_config())
     limit = None if most is None else make.pixels_of_tokens(most)
     source = ImageSource(0, "image", picture(height, width))
     patches = make(source, limit)
     tokens = make.cut(source, (height, width), limit).tokens
-    assert len(patches.values) == 4 * tokens == np.prod(patches.grid)
+    assert len(patches.values) == 4 * tokens == np.prod(patches.size)
 
 
 def test_patches_are_an_eighth_of_what_the_model_takes(processor):
-    make = QwenVLImages(processor.image_processor)
+    make = QwenVLImages(processor.image_processor, vision_config())
     patches = make(ImageSource(0, "image", picture(100, 100)))
     values = torch.from_numpy(patches.values)
     assert values.dtype == torch.uint8
@@ -111,8 +111,8 @@ def test_what_is_saved_can_be_loaded_by_transformers(model_type, tmp_path):
         saved = json.loads((tmp_path / name).read_text())
         assert saved["processor_class"] == THEIRS[model_type].__name__
     assert json.loads((tmp_path / "processor_config.json").read_text())["video_processor"]["fps"] == 2
-    loaded = load_image_processor(str(tmp_path))
-    again = build_processor(str(tmp_path), loaded, tokenizer, IMAGE_TOKENS[model_type])
+    loaded = load_image_processor(str(tmp_path), vision_config(model_type))
+    again = build_processor(str(tmp_path), loaded, tokenizer, vision_config(model_type))
     assert again._of_videos["fps"] == 2
     text = "<|vision_start|><|image_pad|><|vision_end|>"
     one, two = (p(images=[picture(90, 64)], text=[text], return_tensors="pt") for p in (ours, again))
@@ -123,7 +123,7 @@ def test_what_is_saved_can_be_loaded_by_transformers(model_type, tmp_path):
 def test_limits_of_pixels(processor, tmp_path):
     made = limit_pixels(image_processor(), 2048, None)
     assert made.size == {"shortest_edge": 1024, "longest_edge": 2048}
-    make = QwenVLImages(made)
+    make = QwenVLImages(made, vision_config())
     source = ImageSource(0, "image", encoded(picture(300, 300)))
     assert make.cut(source, (300, 300)).tokens == 1 == len(make(source).values) // 4
     for most, least, message in [
@@ -135,4 +135,4 @@ def test_limits_of_pixels(processor, tmp_path):
     processor.save_pretrained(tmp_path)
     for name, value in (("max_pixels", 0), ("min_pixels", "many"), ("max_pixels", 1.5)):
         with pytest.raises(InputError, match=f"{name} is {value!r}"):
-            load_image_processor(str(tmp_path), **{name: value})
+            load_image_processor(str(tmp_path), vision_config(), **{name: value})

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps, features
-from tiny_vision import encoded, picture
+from tiny_vision import encoded, picture, vision_config
 
-from unsloth_pack.images.qwen_vl import QwenVLImages
+from unsloth_pack.images.families import QwenVLImages
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source, read_pixels, read_size
 
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
@@ -141,7 +141,7 @@ def test_ways_to_name_an_image(tmp_path):
 @pytest.mark.parametrize("size", [(3, 50), (50, 3), (1, 1), (1, 100), (97, 131), (16, 16)])
 def test_small_and_odd_sizes_take_the_tokens_that_their_header_says(size, processor):
     """Three rows of pixels look like three channels to a processor that has to guess."""
-    make = QwenVLImages(processor.image_processor)
+    make = QwenVLImages(processor.image_processor, vision_config())
     source = of(encoded(picture(*size)))
     patches = make(source)
     assert len(patches.values) == make.cut(source, read_size(source)).tokens * 4

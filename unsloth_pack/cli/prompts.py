@@ -46,7 +46,7 @@ def _opened(file: str) -> Any:
         raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 
 
-def refuse_sizes(files: Sequence[str], images: Sequence[Any], make_images: ImageFamily[Any]) -> None:
+def refuse_sizes(files: Sequence[str], images: Sequence[Any], make_images: ImageFamily) -> None:
     """Refuse images that the model's processor would refuse, as it does one that is far wider than high."""
     for file, image in zip(files, images, strict=True):
         source = ImageSource(0, "image", image)

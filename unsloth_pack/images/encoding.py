@@ -194,7 +194,7 @@ class VisionEncoder:
         self,
         tokenizer: Any,
         tokens: ImageTokens,
-        make_images: ImageFamily[Any],
+        make_images: ImageFamily,
         *,
         max_length: int | None = None,
         overlong: Overlong = "error",

@@ -1,12 +1,14 @@
-"""The interface of an image family: count an image's tokens, cut it, and describe it to a model."""
+"""Prepare the images of a family of models: count their tokens, cut them, and describe them to the model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import ImageSource, read_pixels, refuse_image
@@ -15,13 +17,29 @@ from unsloth_pack.models import vision_spec_for
 from unsloth_pack.models.spec import TOKEN_TYPES
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
-Prepared = TypeVar("Prepared")
 RGB = 3
 
 
-class ImageFamily(ABC, Generic[Prepared]):
+@dataclass(frozen=True, eq=False)
+class PreparedImage:
+    """One image for its tower.
+
+    Args:
+        values: uint8 pixels, `[tiles, 3, height, width]`, or patches of one frame,
+            `[patches, 3 * patch * patch]`: all frames of a picture are equal.
+        size: the numbers that describe it to the model, such as height and width; () without any.
+        cut: its tokens.
+    """
+
+    values: np.ndarray
+    size: tuple[int, ...]
+    cut: Cut
+
+
+class ImageFamily(ABC):
     """Prepare images as the processor of a family of models does, with its own image processor.
 
     Args:
@@ -32,7 +50,7 @@ class ImageFamily(ABC, Generic[Prepared]):
         needed: attributes of an image processor of the family.
         own_limit: the image processor's setting that limits the size of an image, for errors; "" without one,
             None if `max_pixels` limits it.
-        described: the arguments of a call, beside pixels, that describe the images.
+        described: the arguments of a call, beside pixels, that describe the images; first their `size`.
         shrinks: True if an image can be shrunk to fewer tokens.
 
     Raises:
@@ -44,41 +62,56 @@ class ImageFamily(ABC, Generic[Prepared]):
     described: ClassVar[tuple[str, ...]] = ()
     shrinks: ClassVar[bool] = True
 
-    def __init__(self, image_processor: Any, config: Any = None):
+    def __init__(self, image_processor: Any, config: PretrainedConfig):
         if missing := [name for name in self.needed if not hasattr(image_processor, name)]:
             problem = f"the image processor is a {type(image_processor).__name__}, which has no {missing[0]}"
             raise InputError(f"{problem}; give the one that came with the model")
         self._processor, self._config = image_processor, config
-        if config is None:
-            return
-        for ours, has, theirs, needs in self._sizes():
+        for ours, has, theirs, needs in self.list_sizes():
             if has != needs:
                 problem = f"the image processor's {ours} is {has}, the model's {theirs} {needs}"
                 raise InputError(f"{problem}; give the processor that came with the model")
 
     @abstractmethod
-    def _sizes(self) -> list[tuple[str, Any, str, Any]]:
+    def list_sizes(self) -> list[tuple[str, object, str, object]]:
         """List names and values of the image processor, and those of the model that must be equal."""
-
-    @abstractmethod
-    def saved(self) -> dict[str, Any]:
-        """Return the model's sizes in the file of transformers' processor."""
 
     @property
     @abstractmethod
+    def _tile(self) -> int:
+        """Pixels a side of a tile."""
+
+    @property
+    @abstractmethod
+    def _of_tile(self) -> int:
+        """Tokens of a tile."""
+
+    @property
     def most_pixels(self) -> int:
         """Pixels above which an image is shrunk."""
+        raise NotImplementedError  # of families that do not shrink
+
+    @abstractmethod
+    def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
+        """Implement `cut`; ValueError if the processor refuses such an image."""
+
+    @abstractmethod
+    def cut_from_output(self, output: Mapping[str, Any], place: int) -> Cut:
+        """Return the tokens of one image of the image processor's output."""
 
     @property
     def pixel_limits(self) -> tuple[int, int] | None:
         """Pixels below which an image is enlarged, and above which it is shrunk; None with other rules."""
         return None
 
-    @abstractmethod
     def pixels_of_tokens(self, tokens: int) -> int:
         """Return the pixels of an image of so many tokens."""
+        return tokens * self._tile**2 // self._of_tile
 
-    @abstractmethod
+    def saved(self) -> dict[str, object]:
+        """Return the model's sizes in the file of transformers' processor."""
+        return {"image_seq_length": self._of_tile}
+
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
         """Count the patches of an image, and those that each attends to.
 
@@ -87,48 +120,38 @@ class ImageFamily(ABC, Generic[Prepared]):
             size: height and width in pixels.
             of_document: number of images in the document.
         """
+        patches = self._grid_side**2
+        return tokens // self._of_tile * patches, patches
 
-    @abstractmethod
-    def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
-        """Implement `cut`; ValueError if the processor refuses such an image."""
-
-    @abstractmethod
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         """Return the arguments of the image processor."""
+        return {}
 
-    @abstractmethod
-    def cut_from_output(self, output: Any, place: int) -> Cut:
-        """Return the tokens of one image of the image processor's output."""
-
-    @abstractmethod
-    def _take_first(self, output: Any, of_document: int) -> Prepared:
-        """Return the first image of the image processor's output; its values are those of pixels."""
-
-    @abstractmethod
-    def get_cut(self, image: Prepared) -> Cut:
-        """Return the tokens of a prepared image."""
-
-    @abstractmethod
-    def arguments(self, images: Sequence[Prepared], by_document: Sequence[int]) -> dict[str, Any]:
+    def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
         """Return a model's arguments for the images of a row; `pixel_values` are uint8, see `normalised`.
 
         Args:
             images: all of them, at least one.
             by_document: number of images of every document.
         """
+        import torch
 
-    @abstractmethod
+        arguments = {"pixel_values": torch.from_numpy(np.concatenate([image.values for image in images]))}
+        sizes = torch.tensor([image.size for image in images])
+        return arguments | dict.fromkeys(self.described[:1], sizes)
+
     def normalised(self, values: Tensor) -> Tensor:
         """Normalise uint8 `pixel_values` to float32, on their device."""
+        return self._scaled(values.flatten(0, -4)).view(values.shape)
 
-    def grids(self, images: Sequence[Prepared]) -> np.ndarray | None:
+    def grids(self, images: Sequence[PreparedImage]) -> np.ndarray | None:
         """Return `[images, 3]` tokens in time, height and width if positions depend on them; else None."""
         return None
 
     @property
     def both_ways(self) -> bool:
         """True if the tokens of an image attend in both directions, see `VisionSpec`."""
-        spec = None if self._config is None else vision_spec_for(self._config.model_type)
+        spec = vision_spec_for(self._config.model_type)
         return spec is not None and spec.both_ways
 
     @property
@@ -156,9 +179,12 @@ class ImageFamily(ABC, Generic[Prepared]):
         try:
             return self._cut(*size, most_pixels, of_document)
         except ValueError as error:
-            _refuse(source, size, str(error))
+            problem = f"an image that the processor refuses ({error})"
+            refuse_image(source.index, source.column, problem, f"{size[0]} by {size[1]} pixels", "cut it")
 
-    def __call__(self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1) -> Prepared:
+    def __call__(
+        self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1
+    ) -> PreparedImage:
         """Read, resize and cut an image.
 
         Raises:
@@ -167,29 +193,42 @@ class ImageFamily(ABC, Generic[Prepared]):
         # Neither rescaled nor normalised, values stay whole numbers
         plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
         images = self._list_inputs(read_pixels(source), of_document)
-        return self._take_first(self._processor(images, **plain, **self._options(most_pixels)), of_document)
+        return self._take_first(self._processor(images, **plain, **self._options(most_pixels)))
 
-    def _list_inputs(self, image: Any, of_document: int) -> list[Any]:
+    def _list_inputs(self, image: Image, of_document: int) -> list[Any]:
         return [image]
+
+    def _take_first(self, output: Mapping[str, Any]) -> PreparedImage:
+        """Return the first image of the image processor's output, whose values are those of pixels."""
+        values = output["pixel_values"]
+        values = values[0] if values.ndim == 5 else values  # tiles by image
+        size = tuple(int(n) for n in output[self.described[0]][0]) if self.described else ()
+        return PreparedImage(values.astype(np.uint8), size, self.cut_from_output(output, 0))
 
     def _scaled(self, values: Tensor) -> Tensor:
         """Scale uint8 `[n, 3, ...]` to float32, each channel as the image processor does."""
         import torch
 
-        shape = (-1, *[1] * (values.ndim - 2))
-        scale, shift = (torch.from_numpy(x).to(values.device).view(shape) for x in self._affine())
-        return torch.addcmul(shift, values.float(), scale)
-
-    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scale and the shift of each channel's bytes, `[3]` float32."""
         processor = self._processor
         factor = processor.rescale_factor if processor.do_rescale else 1.0
         mean, std = np.zeros(RGB), np.ones(RGB)
         if processor.do_normalize:
             mean, std = np.array(processor.image_mean), np.array(processor.image_std)
-        return (factor / std).astype(np.float32), (-mean / std).astype(np.float32)
+        affine = (factor / std).astype(np.float32), (-mean / std).astype(np.float32)
+        shape = (-1, *[1] * (values.ndim - 2))
+        scale, shift = (torch.from_numpy(x).to(values.device).view(shape) for x in affine)
+        return torch.addcmul(shift, values.float(), scale)
+
+    @property
+    def _vision(self) -> Any:
+        return self._config.vision_config
+
+    @property
+    def _grid_side(self) -> int:
+        """Patches a side of a tile."""
+        return side_of(self._vision.image_size) // side_of(self._vision.patch_size)
 
 
-def _refuse(source: ImageSource, size: tuple[int, int], reason: str) -> NoReturn:
-    problem = f"an image that the processor refuses ({reason})"
-    refuse_image(source.index, source.column, problem, f"{size[0]} by {size[1]} pixels", "cut it")
+def side_of(size: int | Sequence[int]) -> int:
+    """Return the side of a square in pixels; size may be one number or both sides."""
+    return size if isinstance(size, int) else size[0]

@@ -41,7 +41,7 @@ class RowWithImages:
         labels: Sequence[np.ndarray],
         images: Sequence[Sequence[Any]],
         placeholder: int,
-        make: ImageFamily[Any],
+        make: ImageFamily,
     ) -> RowWithImages:
         """Pack documents into a row.
 

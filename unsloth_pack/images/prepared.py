@@ -322,7 +322,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def decoded(
-    make: ImageFamily[Any],
+    make: ImageFamily,
     source: ImageSource,
     size: tuple[int, int],
     most_pixels: int | None,
@@ -338,7 +338,7 @@ def decoded(
         UnreadableImage: the image cannot be read, or has another size.
     """
     image = make(source, most_pixels, of_document)
-    actual, expected = make.get_cut(image), make.cut(source, size, most_pixels, of_document)
+    actual, expected = image.cut, make.cut(source, size, most_pixels, of_document)
     if actual != expected:
         raise UnreadableImage(
             f"row {source.index}, column {source.column!r}: {source.shown} has {actual.tokens} tokens, and "
@@ -347,7 +347,7 @@ def decoded(
     return image
 
 
-def grey(make: ImageFamily[Any], height: int, width: int, most_pixels: int | None, of_document: int) -> Any:
+def grey(make: ImageFamily, height: int, width: int, most_pixels: int | None, of_document: int) -> Any:
     """Prepare a grey image of this size in pixels, in place of one that cannot be decoded."""
     from PIL import Image
 

@@ -6,21 +6,27 @@ transformers' processors of the Qwen-VL family also have a video processor, whic
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoImageProcessor,
+    BatchFeature,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.image_utils import make_nested_list_of_images
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 from unsloth_pack.checkpoints.loading import load_with, resolve
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.families import image_family_class, make_image_family
-from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.reading import require_pillow
-from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, get_image_tokens
+from unsloth_pack.images.tokens import IMAGE_TOKENS, get_image_tokens
 from unsloth_pack.models.spec import MODALITIES
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
@@ -36,42 +42,34 @@ class VisionProcessor(ProcessorMixin):
     transformers and servers load them.
     """
 
-    text_kwargs = {"return_token_type_ids": False}  # noqa: RUF012
-
     def __init__(
         self,
         image_processor: Any,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template: str | None = None,
-        tokens: ImageTokens | None = None,
-        of_videos: dict[str, Any] | None = None,
-        config: Any = None,
+        chat_template: str | None,
+        config: PretrainedConfig,
+        of_videos: Mapping[str, object] | None = None,
     ):
         """
         Args:
-            tokens: the family's.
+            config: of the model.
             of_videos: the configuration of its video processor, to be saved.
-            config: of the model; optional for Qwen-VL.
         """
-        self._maker: ImageFamily[Any] | None = None
-        if tokens is not None:
-            self.image_token = tokens.in_text
-            marks = [tokens.placeholder, *tokens.writing.marks]
-            self.image_token_id: Any = tokenizer.convert_tokens_to_ids(tokens.in_text)
-            self.image_token_ids: Any = tokenizer.convert_tokens_to_ids(marks)
-            options: Any = {**VisionProcessor.text_kwargs, **dict(tokens.text_options)}
-            self.text_kwargs = options
-            family = make_image_family(config, image_processor) if config else QwenVLImages(image_processor)
-            self._maker = family
-        self._tokens, self._of_videos = tokens, of_videos or {}
+        self._tokens = tokens = get_image_tokens(config)
+        self._family = make_image_family(config, image_processor)
+        self._of_videos = of_videos or {}
+        self.image_token = tokens.in_text
+        self.image_token_id: Any = tokenizer.convert_tokens_to_ids(tokens.in_text)
+        self.image_token_ids: Any = tokenizer.convert_tokens_to_ids(
+            [tokens.placeholder, *tokens.writing.marks]
+        )
+        self.text_kwargs = cast(Any, {"return_token_type_ids": False, **dict(tokens.text_options)})
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
-    def prepare_inputs_layout(
-        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
-    ) -> Any:
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Lay out inputs as transformers does, with a flat list of images cut into one list for each text."""
-        images, text, *others = super().prepare_inputs_layout(images, text, videos, audio, **kwargs)
-        if images is not None and self._tokens is not None and self._tokens.by_text:
+        images, text, *others = super().prepare_inputs_layout(images, text, *args, **kwargs)
+        if images is not None and self._tokens.by_text:
             images = make_nested_list_of_images(images)
             texts = [text] if isinstance(text, str) else text or []
             if len(images) == 1 and len(texts) > 1:
@@ -79,25 +77,23 @@ class VisionProcessor(ProcessorMixin):
                 images = [images[0][begin:end] for begin, end in pairwise([0, *ends])]
         return images, text, *others
 
-    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
         """Return ids of the text with image tokens, and pixels of the images."""
-        own = {} if self._maker is None else self._maker.options
-        options = {name: value for name, value in own.items() if name not in kwargs}
+        options = {name: value for name, value in self._family.options.items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
         # Every version has this argument; the default is True only if the model takes its output
+        token_types = self._family.token_types
         if _WITH_MODALITIES not in kwargs.get("text_kwargs", {}):
-            kwargs.setdefault(_WITH_MODALITIES, self._token_types is not None)
+            kwargs.setdefault(_WITH_MODALITIES, token_types is not None)
         batch = super().__call__(images=images, text=text, **kwargs)
         if MODALITIES in batch:
-            batch[self._token_types or MODALITIES] = batch.pop(MODALITIES)
+            batch[token_types or MODALITIES] = batch.pop(MODALITIES)
         return batch
 
-    def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
+    def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
         """Return the text for an image's token."""
-        assert self._maker is not None
-        assert self._tokens is not None
-        cut = self._maker.cut_from_output(image_inputs, image_idx)
+        cut = self._family.cut_from_output(image_inputs, image_idx)
         return self._tokens.writing.text(cut, self._tokens.placeholder)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -105,34 +101,28 @@ class VisionProcessor(ProcessorMixin):
         if push_to_hub:
             raise InputError("push_to_hub is True, which a processor does not do here; upload the folder")
         super().save_pretrained(str(save_directory), **kwargs)
-        if self._tokens is None:
-            return
         for name in _SAVED:
             path = Path(save_directory, name)
             saved = json.loads(path.read_text(encoding="utf-8")) | {"processor_class": self._tokens.processor}
             if name == _SAVED[0]:
-                saved |= self._maker.saved() if self._maker else {}
+                saved |= self._family.saved()
                 saved |= {"video_processor": self._of_videos} if self._of_videos else {}
             path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @property
     def model_input_names(self) -> list[str]:
         """The names of a model's inputs in the output."""
-        return [*super().model_input_names, *([self._token_types] if self._token_types else [])]
-
-    @property
-    def _token_types(self) -> str | None:
-        return None if self._maker is None else self._maker.token_types
-
-    @property
-    def unused_input_names(self) -> list[str]:
-        """Further outputs of the image processor, which no model takes."""
-        return ["rows", "cols", "num_patches", "num_crops"]
+        return [*super().model_input_names, *filter(None, [self._family.token_types])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the processor's own configuration, to be saved."""
-        parts = super().to_dict()
-        return {name: value for name, value in parts.items() if name not in ("tokens", "of_videos", "config")}
+        others = ("of_videos", "config")
+        return {name: value for name, value in super().to_dict().items() if name not in others}
+
+    @property
+    def unused_input_names(self) -> list[str]:
+        """Further outputs of image processors, which no model takes."""
+        return ["rows", "cols", "num_patches", "num_crops"]
 
 
 def find_processor_folder(model_name: str) -> str:
@@ -147,8 +137,7 @@ def find_processor_folder(model_name: str) -> str:
 
 def load_image_processor(
     source: str,
-    *,
-    config: Any = None,
+    config: PretrainedConfig,
     max_pixels: int | None = None,
     min_pixels: int | None = None,
     **hub: Any,
@@ -156,7 +145,7 @@ def load_image_processor(
     """Load a model's image processor, with PIL if torchvision is missing.
 
     Args:
-        config: of the model; None for one of the Qwen-VL family.
+        config: of the model.
         max_pixels, min_pixels: limits to which images are resized; None for the model's.
 
     Raises:
@@ -164,20 +153,20 @@ def load_image_processor(
             supported.
     """
     require_pillow()
-    make = QwenVLImages if config is None else image_family_class(config)
+    family = image_family_class(config)
     for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
         if value is not None:
             require_whole(name, value, 1)
-        if value is not None and make.own_limit is not None:
-            remedy = f"set {make.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
+        if value is not None and family.own_limit is not None:
+            remedy = f"set {family.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
             raise InputError(
                 f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
-                f"{remedy if make.own_limit else 'leave it out: every image becomes as many tokens'}",
+                f"{remedy if family.own_limit else 'leave it out: every image becomes as many tokens'}",
                 about=name,
             )
     processor = load_with(AutoImageProcessor, source, **hub)
-    make(processor, config)
-    return processor if make.own_limit is not None else limit_pixels(processor, max_pixels, min_pixels)
+    family(processor, config)
+    return processor if family.own_limit is not None else limit_pixels(processor, max_pixels, min_pixels)
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:
@@ -199,7 +188,11 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
 
 
 def build_processor(
-    source: str, image_processor: Any, tokenizer: Any, tokens: ImageTokens, config: Any = None, **hub: Any
+    source: str,
+    image_processor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    **hub: Any,
 ) -> VisionProcessor:
     """Build the processor of a model from its parts.
 
@@ -211,10 +204,10 @@ def build_processor(
     if template is None and tokenizer.chat_template is None:
         template = _saved_template(source, files)
     tokenizer.chat_template = template or tokenizer.chat_template
-    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, tokens, of_videos, config)
+    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, config, of_videos)
 
 
-def _saved_template(source: str, files: dict[str, Any]) -> str | None:
+def _saved_template(source: str, files: Mapping[str, Any]) -> str | None:
     try:
         return ProcessorMixin.get_processor_dict(source, **files)[0].get("chat_template")
     except (OSError, ValueError, LookupError) as error:
@@ -222,7 +215,9 @@ def _saved_template(source: str, files: dict[str, Any]) -> str | None:
         raise InputError(f"{problem}; correct its files") from None
 
 
-def pick_processor(model: Any, source: str, tokenizer: Any) -> Any:
+def pick_processor(
+    model: PreTrainedModel, source: str, tokenizer: PreTrainedTokenizerBase
+) -> VisionProcessor | PreTrainedTokenizerBase:
     """Return the processor to save with a merged model, or the tokenizer if it has none.
 
     Args:
@@ -231,13 +226,12 @@ def pick_processor(model: Any, source: str, tokenizer: Any) -> Any:
     Raises:
         InputError: the adapter was saved with a processor that cannot be loaded.
     """
-    config = model.config
-    if config.model_type not in IMAGE_TOKENS:
+    if model.config.model_type not in IMAGE_TOKENS:
         return tokenizer
     place = find_processor_folder(source)
     try:
-        image_processor = load_image_processor(place, config=config)
-        return build_processor(place, image_processor, tokenizer, get_image_tokens(config), config)
+        image_processor = load_image_processor(place, model.config)
+        return build_processor(place, image_processor, tokenizer, model.config)
     except InputError:
         if place == source:
             raise

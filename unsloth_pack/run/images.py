@@ -85,7 +85,7 @@ class ImagePreparation:
         return None if self.options.image_folder is None else Path(self.options.image_folder)
 
     @property
-    def make_images(self) -> ImageFamily[Any]:
+    def make_images(self) -> ImageFamily:
         return make_image_family(self.config, self.processor.image_processor)
 
     def collator(self) -> ImageRowCollator:
@@ -324,7 +324,7 @@ def preparation_of(
         source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
     )
     token_ids = ImageTokenIds(tokens, tokenizer, config)
-    processor = build_processor(source, image_processor, tokenizer, tokens, config)
+    processor = build_processor(source, image_processor, tokenizer, config)
     return ImagePreparation(config, processor, tokens, token_ids, options, keep_bytes)
 
 

@@ -42,7 +42,7 @@ class ImageRowCollator:
 
     def __init__(
         self,
-        make_images: ImageFamily[Any],
+        make_images: ImageFamily,
         token_ids: ImageTokenIds,
         folder: Path | None,
         *,

@@ -80,7 +80,7 @@ _ROWS = 1000  # looked at at a time
 _FORWARD, _FORWARD_AND_BACKWARD = 1, 2  # passes; a frozen tower needs the first alone
 
 
-def vision_work(rows: Any, column: str, model: Any, make: ImageFamily[Any]) -> np.ndarray | None:
+def vision_work(rows: Any, column: str, model: Any, make: ImageFamily) -> np.ndarray | None:
     """`[rows]` float64: the work of the tower; None where no row has images.
 
     An estimate by multiplications: those of a patch in the linear layers of the tower and with the patches
