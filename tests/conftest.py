@@ -94,18 +94,18 @@ def plain_torch_on_a_cpu():
 @pytest.fixture(autouse=True, scope="module")
 def no_figures():
     """Five of them take longer than a short run: they are empty. Returns what draws them."""
-    from unsloth_pack.report import terminal
+    from unsloth_pack.report import html
 
-    empty, draw = {"svg": b"<svg></svg>", "png": b"\x89PNG"}, terminal.render
+    empty, draw = {"svg": b"<svg></svg>", "png": b"\x89PNG"}, html.render
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terminal, "render", lambda draw, file_format, **_: empty[file_format])
+        patched.setattr(html, "render", lambda draw, file_format, **_: empty[file_format])
         yield draw
 
 
 @pytest.fixture(autouse=True)
 def figures_where_they_are_tested(request, no_figures, monkeypatch):
     if "draws" in request.keywords:
-        monkeypatch.setattr("unsloth_pack.report.terminal.render", no_figures)
+        monkeypatch.setattr("unsloth_pack.report.html.render", no_figures)
 
 
 @pytest.fixture(autouse=True)

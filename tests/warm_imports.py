@@ -13,7 +13,7 @@ from model_folder import save_model
 from tqdm import tqdm
 
 from unsloth_pack.cli import main
-from unsloth_pack.report import terminal
+from unsloth_pack.report import html
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # a thread, which may hold a lock as a process is forked
@@ -32,6 +32,6 @@ os.close(output)
 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 accelerate.state.GradientState._reset_state()
 # Five figures take longer than a short run
-terminal.render = lambda draw, file_format, **_: {"svg": b"<svg></svg>", "png": b"\x89PNG"}[file_format]
+html.render = lambda draw, file_format, **_: {"svg": b"<svg></svg>", "png": b"\x89PNG"}[file_format]
 gc.collect()
 gc.freeze()  # trainers collect garbage often: half a second each through all that was imported

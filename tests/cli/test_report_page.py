@@ -1,4 +1,4 @@
-"""`report.html` of real runs: packed, padded, streamed, resumed; and no run fails because of it."""
+"""`report.html` of real runs: packed, padded, resumed; and no run fails because of it."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from unsloth_pack.report import html as page
+from unsloth_pack.report import html
 
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+|url\((?!#)|\bsrc=|@import|<script|<link", re.IGNORECASE)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def shown(out):
@@ -20,21 +21,18 @@ def shown(out):
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize(
-    "flags", [{"sample_packing": True}, {"sample_packing": False}], ids=["packed", "padded"]
-)
-def test_a_run_leaves_a_page(flags, train, tmp_path):
-    assert train(max_steps=3, logging_steps=1, **flags) == 0
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_a_run_leaves_a_page(is_packed, train, tmp_path):
+    assert train(max_steps=3, logging_steps=1, sample_packing=is_packed) == 0
     text = shown(tmp_path / "out")
     assert not ADDRESS.search(text)
     assert "could not be drawn" not in text
-    assert text.count("<svg") == (3 if flags["sample_packing"] else 2)
-    assert "Content-Security-Policy" in text
+    assert text.count("<svg") == (3 if is_packed else 2)
 
 
 def test_the_row_that_is_drawn_counts_all_but_first_tokens(train, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(page, "write_page", lambda *given: seen.append(given[-1].row))
+    monkeypatch.setattr(html, "write_page", lambda *arguments: seen.append(arguments[-1].row))
     texts = [{"text": word * 9} for word in ("ab", "b", "abc", "c")]
     (tmp_path / "text.json").write_text(json.dumps(texts))
     assert train(dataset=tmp_path / "text.json", sample_packing=True, max_steps=1) == 0
@@ -44,13 +42,11 @@ def test_the_row_that_is_drawn_counts_all_but_first_tokens(train, tmp_path, monk
 
 
 def test_a_resumed_run_shows_all_updates(train, finished):
-    first = shown(finished)
+    assert ": 3 updates" in shown(finished)
     shutil.rmtree(finished / "checkpoint-3")
     (finished / "report.html").unlink()
     assert train("--resume", max_steps=3, save_steps=1) == 0
-    again = shown(finished)
-    assert ": 3 updates" in first
-    assert ": 3 updates" in again
+    assert ": 3 updates" in shown(finished)
 
 
 def test_a_page_of_somebody_else_stays(train, refused, tmp_path, capsys):
@@ -58,25 +54,21 @@ def test_a_page_of_somebody_else_stays(train, refused, tmp_path, capsys):
     theirs = tmp_path / "out" / "report.html"
     theirs.write_text("mine")
     assert "report.html" in refused()
-    assert train("--overwrite_output_dir", max_steps=1, save_steps=1) == 0
+    assert train("--overwrite_output_dir", max_steps=1) == 0
     assert theirs.read_text() == "mine"
     assert "report.html was not written" in capsys.readouterr().out
-    theirs.unlink()
-    theirs.mkdir()  # it cannot be replaced
-    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
-    assert train("--overwrite_output_dir", max_steps=1) == 0
-    assert theirs.is_dir()
 
 
-@pytest.mark.parametrize("broken", ["figure", "page"])
+@pytest.mark.parametrize("broken", ["draw_curves", "page_of"])
 def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, tmp_path):
     def fail(*args, **kwargs):
         raise RuntimeError("no\nfonts")
 
-    monkeypatch.setattr(page, {"figure": "curves", "page": "page_of"}[broken], fail)
+    monkeypatch.setattr(html, broken, fail)
+    monkeypatch.setattr(html, "render", lambda draw, file_format, **_: draw() and b"<svg></svg>")
     assert train(max_steps=1) == 0
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    if broken == "figure":
+    if broken == "draw_curves":
         assert "could not be drawn: RuntimeError: no" in shown(tmp_path / "out")
     else:
         assert "report.html was not written" in capsys.readouterr().out
@@ -84,9 +76,7 @@ def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, t
 
 
 @pytest.mark.draws
-@pytest.mark.skipif(
-    not any(map(shutil.which, BROWSERS)), reason=f"none of {', '.join(BROWSERS)} is installed"
-)
+@pytest.mark.skipif(not BROWSER, reason=f"none of {', '.join(BROWSERS)} is installed")
 def test_a_browser_shows_it(train, tmp_path):
     """The browser finds no name in the network, and logs what the page asks for."""
     assert train("--sample_packing", max_steps=2, logging_steps=1) == 0
@@ -101,15 +91,9 @@ def test_a_browser_shows_it(train, tmp_path):
 
 def in_a_browser(page, tmp_path):
     """The page's elements, and what the browser logs about it."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'browser'}"]
-    done = subprocess.run(
-        [browser, *options, "--enable-logging=stderr", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=dict(os.environ),
-    )
+    command = [BROWSER, *options, "--enable-logging=stderr", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

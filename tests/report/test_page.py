@@ -1,6 +1,5 @@
 """The page of a run: complete, correct, closed to the network, and never in the way of a run."""
 
-import json
 import re
 from html.parser import HTMLParser
 
@@ -14,7 +13,6 @@ from unsloth_pack.report.html import (
     PackedRowSeen,
     RunSeen,
     draw_row,
-    packed_row,
     page_of,
     placed,
     with_speed,
@@ -47,13 +45,14 @@ LINES = [
 
 
 class Page(HTMLParser):
-    """The elements of a page, and whether each is closed."""
+    """The elements and texts of a page, whose elements are closed."""
 
     def __init__(self, text):
         super().__init__()
         self.elements, self.open, self.texts = [], [], []
         self.feed(text)
         self.close()
+        assert self.open == []
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
@@ -73,7 +72,6 @@ class Page(HTMLParser):
 def asks_nobody(text):
     """Nothing in the page makes a browser ask for anything."""
     read = Page(text)
-    assert read.open == []
     for tag, attributes in read.elements:
         assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "form", "a")
         for name, value in attributes.items():
@@ -84,32 +82,26 @@ def asks_nobody(text):
             if name == "style":
                 assert "url(" not in value.replace("url(#", "")
     styles = "".join(re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL))
-    assert "@import" not in styles
-    assert "url(" not in styles
+    assert not re.search(r"@import|url\(", styles)
     (policy,) = (a["content"] for tag, a in read.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'")
     return read
 
 
-def test_it_asks_nobody():
-    read = asks_nobody(page_of(LINES, SEEN))
-    shown = "".join(read.texts)
-    assert "<img src=http://evil.example/x.png>" in shown  # as text
-    assert "\x1b" not in shown
-
-
-def test_what_it_shows():
+def test_it_asks_nobody_and_shows_everything():
     text = page_of(LINES, SEEN)
-    shown = "".join(Page(text).texts)
-    for part in ("1,234,567", "2.13.0", "5 RMS norms", "a & b", "<why>", "5, 3 tokens", "5 of 8", "eval"):
+    shown = "".join(asks_nobody(text).texts)
+    parts = ["1,234,567", "2.13.0", "5 RMS norms", "a & b", "<why>", "5, 3 tokens", "5 of 8", "eval", "null"]
+    for part in (*parts, "<img src=http://evil.example/x.png>"):  # as text
         assert part in shown, part
+    assert "\x1b" not in shown
     assert text.count("<svg") == 3
-    assert "could not be drawn" not in shown
-
-
-def test_the_boundaries_of_the_row():
-    text = packed_row(PackedRowSeen([2, 3, 4], np.zeros(9, bool), 12))
-    assert len(re.findall(r'id="row-boundary-\d+"', text)) == 3
+    assert len(re.findall(r'id="row-boundary-\d+"', text)) == 2
+    for absent in ("could not be drawn", "Held-out rows"):
+        assert absent not in shown
+    ids, used = re.findall(r' id="([^"]+)"', text), re.findall(r'(?:href="|url\()#([^")]+)', text)
+    assert len(set(ids)) == len(ids)
+    assert set() < set(used) <= set(ids)
 
 
 def test_images_stand_above_their_tokens():
@@ -119,8 +111,7 @@ def test_images_stand_above_their_tokens():
     images = placed(is_image, [2, 2, 2], [*pixels, pixels[0]])
     assert [(image.first, image.tokens) for image in images] == [(1, 2), (3, 2), (7, 2)]
     row = PackedRowSeen([6, 4], ~is_image, 12, images)
-    seen = RunSeen(PATCH, np.array([6, 4]), row, 9)
-    read = asks_nobody(page_of(LINES, seen))
+    read = asks_nobody(page_of(LINES, RunSeen(PATCH, np.array([6, 4]), row, 9)))
     assert [tag for tag, _ in read.elements].count("image") == 3
     assert "Images have 6 of the tokens" in "".join(read.texts)
     (first, *_) = (axes for axes in draw_row(row).axes[0].child_axes)
@@ -131,85 +122,49 @@ def test_answers_of_a_demo():
     example = {"prompt": "<a>", "before": "one", "after": "two", "expected": "three"}
     line = {"kind": "demo", "exact_match_before": 0.0, "exact_match_after": 0.955, "examples": [example]}
     shown = "".join(asks_nobody(page_of([*LINES, line], SEEN)).texts)
-    for part in ("0.0% before", "95.5% after", *example.values()):
+    for part in ("Held-out rows", "0.0% before", "95.5% after", *example.values()):
         assert part in shown
-    assert "Held-out rows" not in page_of(LINES, SEEN)
-
-
-def test_ids_are_unique():
-    ids = re.findall(r' id="([^"]+)"', page_of(LINES, SEEN))
-    assert len(set(ids)) == len(ids)
-    used = re.findall(r'(?:href="|url\()#([^")]+)', page_of(LINES, SEEN))
-    assert used
-    assert set(used) <= set(ids)
 
 
 def test_speed_after_a_resume():
     """The clock of the process that goes on begins at 0."""
-    log_lines = [
-        log(1, 10.0, 100, loss=1),
-        log(2, 20.0, 200, loss=1),
-        log(3, 5.0, 300, loss=1),
-        log(4, 7.0, 400, loss=1),
-    ]
-    speeds = [line.get("tokens_per_second") for line in with_speed(log_lines)]
-    assert speeds == [10.0, 10.0, None, 50.0]
+    seconds = (10.0, 20.0, 5.0, 7.0)
+    lines = with_speed([log(n, second, 100 * n, loss=1) for n, second in enumerate(seconds, 1)])
+    assert [line.get("tokens_per_second") for line in lines] == [10.0, 10.0, None, 50.0]
 
 
-@pytest.mark.parametrize(
-    ("seen", "says"),
-    [
-        (RunSeen(PATCH, None, None, 9), "The data streams"),
-        (RunSeen(PATCH, np.array([3]), None, 9), "not packed"),
-    ],
-)
-def test_what_there_is_not(seen, says):
-    assert says in page_of(LINES, seen)
-
-
-@pytest.mark.parametrize("kept", [[0, -1], [0, 1, -1]], ids=["nothing logged", "one line"])
-def test_short_runs(kept):
-    assert "could not be drawn" not in page_of([LINES[place] for place in kept], SEEN)
+def test_what_there_is_not():
+    assert "The data streams" in page_of(LINES, RunSeen(PATCH, None, None, 9))
+    assert "not packed" in page_of(LINES, RunSeen(PATCH, np.array([3]), None, 9))
+    for places in ([0, -1], [0, 1, -1]):  # nothing logged, one line
+        assert "could not be drawn" not in page_of([LINES[place] for place in places], SEEN)
 
 
 def test_a_figure_that_fails_leaves_the_page(monkeypatch):
     def fail(*args):
         raise RuntimeError("no <fonts>\nhere")
 
-    monkeypatch.setattr(html, "curves", fail)
+    monkeypatch.setattr(html, "draw_curves", fail)
     text = page_of(LINES, SEEN)
     assert "could not be drawn: RuntimeError: no &lt;fonts&gt;" in text
     assert text.count("<svg") == 2
 
 
-def test_it_is_written_over_its_own_and_over_no_other(tmp_path):
+def test_it_is_written_whole_over_its_own_and_over_no_other(tmp_path, monkeypatch):
+    page, theirs = tmp_path / NAME, tmp_path / "theirs"
+    theirs.write_text("precious")
+    page.symlink_to(theirs)
     for _ in "ab":
         assert write_page(tmp_path, LINES, SEEN) is None
-    assert (tmp_path / NAME).read_text().startswith("<!DOCTYPE html>")
-    (tmp_path / NAME).write_text("mine")
-    assert "somebody else" in write_page(tmp_path, LINES, SEEN)
-    assert (tmp_path / NAME).read_text() == "mine"
-
-
-def test_a_link_is_replaced_and_not_written_through(tmp_path):
-    (tmp_path / "theirs").write_text("precious")
-    (tmp_path / NAME).symlink_to(tmp_path / "theirs")
-    assert write_page(tmp_path, LINES, SEEN) is None
-    assert not (tmp_path / NAME).is_symlink()
-    assert (tmp_path / "theirs").read_text() == "precious"
-
-
-def test_a_failure_leaves_the_page_of_before(tmp_path, monkeypatch):
-    write_page(tmp_path, LINES, SEEN)
-    before = (tmp_path / NAME).read_bytes()
-    monkeypatch.setattr(html, "_STYLE", None)
-    monkeypatch.setattr(html, "_section", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    assert not page.is_symlink()
+    assert theirs.read_text() == "precious"
+    before = page.read_bytes()
+    assert before.startswith(b"<!DOCTYPE html>")
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(html, "_table", lambda *_: 1 / 0)
         write_page(tmp_path, LINES, SEEN)
-    assert (tmp_path / NAME).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-def test_numbers_that_json_lacks():
-    assert json.loads(json.dumps(LINES)) == LINES
-    assert "null" in page_of(LINES, SEEN)
+    assert page.read_bytes() == before
+    page.write_text("mine")
+    assert "somebody else" in write_page(tmp_path, LINES, SEEN)
+    assert page.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, "theirs"}

@@ -40,8 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
-    from unsloth_pack.report.tables import print_packs
-    from unsloth_pack.report.terminal import LastingConsole
+    from unsloth_pack.report.terminal import LastingConsole, print_packs
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.run.images import prepared_images
     from unsloth_pack.run.prepare import refuse_unused_folder

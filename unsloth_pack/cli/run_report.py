@@ -19,15 +19,18 @@ from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks.optimizer import why_not_flat
 from unsloth_pack.report.html import plot_lengths
-from unsloth_pack.report.metrics import MetricsFile
-from unsloth_pack.report.tables import RowsOfStream, RunFacts, RunSummary, print_banner, print_generations
+from unsloth_pack.report.metrics import MetricsFile, peak_memory
 from unsloth_pack.report.terminal import (
     RowFill,
+    RowsOfStream,
+    RunFacts,
+    RunSummary,
     document_lengths,
     fill_of_joined,
     fill_of_packed,
     fill_of_padded,
-    peak_memory,
+    print_banner,
+    print_generations,
 )
 from unsloth_pack.run.machine import is_main_process
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals

@@ -93,7 +93,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         write_report,
     )
     from unsloth_pack.report.callbacks import ProgressCallback, StopOnSignal
-    from unsloth_pack.report.tables import print_summary
+    from unsloth_pack.report.terminal import print_summary
     from unsloth_pack.training.checkpoints import last_checkpoint
     from unsloth_pack.training.streaming import RowStream
 

@@ -16,48 +16,39 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Args
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.report.metrics import MetricsFile
-from unsloth_pack.report.terminal import peak_memory
+from unsloth_pack.report.metrics import MetricsFile, peak_memory
 
 _FAILED = 1000  # above the number of any signal
 _LINES = 20  # of progress in a run, where there is no terminal for a bar
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes every log line of the trainer to the metrics file.
-
-    With the seconds since training began, and the peak of memory so far.
-    """
+    """Writes log lines to the metrics file, with the seconds since training began and the peak of memory."""
 
     def __init__(self, metrics: MetricsFile):
         self.metrics = metrics
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.began = time.monotonic()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        **_: Any,
+        self, args: Args, state: State, control: Control, logs: dict[str, Any] | None = None, **_: object
     ) -> None:
         seconds = round(time.monotonic() - self.began, 4)
         memory = {"memory_bytes": peak_memory()[0]}
-        self.metrics.write("log", step=state.global_step, seconds=seconds, **logs, **memory)
+        self.metrics.write("log", step=state.global_step, seconds=seconds, **(logs or {}), **memory)
 
 
 class ProgressCallback(TrainerCallback):
     """A bar with the loss on a terminal, else a line now and then.
 
-    Args:
-        announce: called before the first step, with the number of updates that the run will have.
+    `announce` is called before the first step, with the number of updates that the run will have.
     """
 
     def __init__(self, console: Console, announce: Callable[[int], None]):
@@ -74,23 +65,16 @@ class ProgressCallback(TrainerCallback):
             disable=not console.is_terminal,
         )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.announce(state.max_steps)
         self.task = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
         self.progress.start()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        **_: Any,
+        self, args: Args, state: State, control: Control, logs: dict[str, Any] | None = None, **_: object
     ) -> None:
-        name = "eval_loss" if "eval_loss" in logs else "loss"
-        if name not in logs:
+        name = next((name for name in ("eval_loss", "loss") if name in (logs or {})), None)
+        if logs is None or name is None:
             return
         line = f"{name.replace('_', ' ')} {logs[name]:.4f}"
         self.progress.update(self.task, description=line)
@@ -98,14 +82,10 @@ class ProgressCallback(TrainerCallback):
         if not self.console.is_terminal and (name == "eval_loss" or state.global_step % every == 0):
             self.console.print(f"update {state.global_step}/{state.max_steps}  {line}")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.progress.update(self.task, completed=state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.progress.stop()
 
 
@@ -132,7 +112,7 @@ class StopOnSignal(TrainerCallback):
         self.failed = False
         self._has_failed = has_failed
         self._handlers: dict[signal.Signals, Any] = {}
-        self._asked: _Asked | None = None
+        self._greatest: _Greatest | None = None
 
     def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -154,36 +134,32 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
         self._handlers.clear()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shall_stop = self._read_answer()
             failed = _FAILED if self._has_failed() else 0
-            self._asked = _Asked(int(self.received or failed), args.device)
+            self._greatest = _Greatest(int(self.received or failed), args.device)
         else:
             self.failed = self._has_failed()
             shall_stop = self.received is not None or self.failed
         if shall_stop:
             control.should_training_stop = control.should_save = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self._read_answer()
 
     def _read_answer(self) -> bool:
-        """Whether any process had a signal, or had failed, when they were asked last."""
-        number = self._asked.greatest() if self._asked is not None else 0
-        self._asked = None
+        """Return whether any process had a signal, or had failed, when they asked each other last."""
+        number = self._greatest.read() if self._greatest is not None else 0
+        self._greatest = None
         self.failed = self.failed or number == _FAILED
         if 0 < number < _FAILED:
             self.received = signal.Signals(number)
         return number > 0
 
 
-class _Asked:
-    """The greatest of a number that each process has, asked for now and read later."""
+class _Greatest:
+    """The greatest of one number a process, sent now and read later."""
 
     def __init__(self, number: int, device: torch.device):
         greatest = torch.full((), number, device=device)
@@ -192,6 +168,6 @@ class _Asked:
             self._work.wait()  # the stream does, not the host
         self._copy = HostCopy(greatest)
 
-    def greatest(self) -> int:
+    def read(self) -> int:
         self._work.wait()
         return int(self._copy.read())

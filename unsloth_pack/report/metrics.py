@@ -14,6 +14,9 @@ summary   the last line of a complete run: its figures, and the ledger once more
 
 import json
 import math
+import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,85 +46,89 @@ class MetricsFile:
         if not self.path.exists():  # it appears with its first line, which says how to resume the run
             return self._replace([line])
         if self.path.is_symlink():
-            return self._replace([*_read(self.path), line])
+            return self._replace([*read_lines(self.path.parent), line])
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_encoded(line))
 
     def rewind(self, step: int) -> None:
         """Drop what the file holds of later steps, before a run goes on from `step`."""
-        if not self.enabled:
-            return
-        self._replace([line for line in _read(self.path) if _belongs(line, step)])
+        if self.enabled:
+            self._replace(line for line in read_lines(self.path.parent) if _belongs(line, step))
 
-    def _replace(self, lines: list[dict[str, Any]]) -> None:
+    def _replace(self, lines: Iterable[dict[str, Any]]) -> None:
         with write_file(self.path) as file:
             file.writelines(_encoded(line).encode() for line in lines)
 
 
 def line_of(kind: str, **values: Any) -> dict[str, Any]:
-    """A line of a metrics file. Numbers that are not finite, which JSON lacks, are null."""
+    """Make a line of a metrics file. Numbers that are not finite, which JSON lacks, are null."""
     return {"kind": kind, **_finite(values)}
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The options that the run in `folder` was started with, by name.
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """Read all lines of the run in `folder`, without a last one that a killed run left unfinished."""
+    whole, _, _ = (folder / FILE_NAME).read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
-    Raises:
-        InputError: there is no metrics file, or it does not begin with options.
-    """
-    path = folder / FILE_NAME
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the options that the run in `folder` was started with, by name."""
     try:
-        return dict(_read(path)[0]["options"])
+        return dict(read_lines(folder)[0]["options"])
     except (OSError, ValueError, LookupError, TypeError):
         raise InputError(
-            f"{path}: no configuration of a run to resume; check --output_dir, or start anew",
+            f"{folder / FILE_NAME}: no configuration of a run to resume; check --output_dir, or start anew",
             about=("output_dir", "resume"),
         ) from None
 
 
 def read_cwd(folder: Path) -> Path | None:
-    """The folder in which the run in `folder` was started; None if its first line does not say."""
-    cwd = _read(folder / FILE_NAME)[0].get("cwd")
+    """Read the folder in which the run in `folder` was started; None if its first line does not say."""
+    cwd = read_lines(folder)[0].get("cwd")
     return None if cwd is None else Path(cwd)
 
 
 def read_processes(folder: Path) -> int | None:
-    """On how many processes the run in `folder` was started; None if its first line does not say."""
-    return _read(folder / FILE_NAME)[0].get("processes")
+    """Read how many processes the run in `folder` was started on; None if its first line does not say."""
+    return read_lines(folder)[0].get("processes")
 
 
 def read_data(folder: Path, use: str) -> dict[str, Any] | None:
-    """The `data` line of the run in `folder` for "train" or "eval"; None if there is none yet."""
-    lines = _read(folder / FILE_NAME)
-    return next((line for line in lines if line["kind"] == "data" and line["use"] == use), None)
+    """Read the `data` line of the run in `folder` for "train" or "eval"; None if there is none yet."""
+    return next((x for x in read_lines(folder) if x["kind"] == "data" and x["use"] == use), None)
 
 
 def read_losses(folder: Path) -> dict[int, float]:
-    """The losses that the run in `folder` logged, by update, without those that were not finite."""
-    logged = [line for line in _read(folder / FILE_NAME) if line["kind"] == "log"]
+    """Read the losses that the run in `folder` logged, by update, without those that were not finite."""
+    logged = [line for line in read_lines(folder) if line["kind"] == "log"]
     return {line["step"]: line["loss"] for line in logged if line.get("loss") is not None}
 
 
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """All lines of the run in `folder`, one that a killed run left unfinished aside."""
-    return _read(folder / FILE_NAME)
-
-
 def has_ended(folder: Path) -> bool:
-    """Whether the run in `folder` is complete."""
-    return any(line["kind"] == "summary" for line in _read(folder / FILE_NAME))
+    """Return whether the run in `folder` is complete."""
+    return any(line["kind"] == "summary" for line in read_lines(folder))
+
+
+def peak_memory() -> tuple[int, str]:
+    """Return the peak of the GPU's memory in bytes, else of the process, and which it is."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(), "GPU memory allocated"
+    if sys.platform == "linux":  # getrusage includes what the parent held when it forked
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        if high_water := re.search(r"VmHWM:\s*(\d+) kB", status):
+            return int(high_water[1]) * 1024, "process memory"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory"
 
 
 def _belongs(line: dict[str, Any], step: int) -> bool:
     return line["kind"] in ("config", "data") or (
         line["kind"] in ("log", "nonfinite") and line["step"] <= step
     )
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without a last one that a killed run left unfinished."""
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _encoded(line: dict[str, Any]) -> str:

@@ -1,23 +1,34 @@
-"""Where a command prints."""
+"""What commands print: consoles, the fill of rows, the banner, tables of packs and answers, the summary."""
 
 from __future__ import annotations
 
-import io
 import json
-import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from unsloth_pack.data.cache import scan
+from unsloth_pack.errors import printable
 from unsloth_pack.packing.dataset import list_lengths
 from unsloth_pack.packing.planner import padded_slots
+
+if TYPE_CHECKING:
+    import datasets
+
+    from unsloth_pack.data.mixture import Part
+    from unsloth_pack.data.token_counts import TokenLedger
+    from unsloth_pack.packing import PackManifest
+    from unsloth_pack.patching.report import PatchReport
+
+Line = tuple[str, str]  # of a table: what, and the text
 
 
 class LastingConsole(Console):
@@ -28,7 +39,7 @@ class LastingConsole(Console):
         with suppress(SystemExit):
             super().on_broken_pipe()  # points stdout at nothing, and raises SystemExit
 
-    def show_json(self, value: Any) -> None:
+    def show_json(self, value: object) -> None:
         self.out(json.dumps(value, indent=1), highlight=False)
 
 
@@ -49,31 +60,20 @@ class RunConsole(LastingConsole):
             print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
 
 
-# The fill of the rows of a training set.
-
-if TYPE_CHECKING:
-    import datasets
-    from matplotlib.figure import Figure
-
-    from unsloth_pack.data.mixture import Part
+# The fill of the rows of a training set
 
 
 @dataclass(frozen=True)
 class RowFill:
-    """Rows as the model will see them.
-
-    Args:
-        rows, documents, tokens: in one pass over the data.
-        slots: tokens that the rows have room for: packed rows times their capacity; for padded rows, the
-            lengths that their batches are padded to, in one random order.
-        slots_computed: slots that the model computes; packed rows end with their last document.
-    """
+    """Rows as the model will see them, in one pass over the data."""
 
     rows: int
     documents: int
     tokens: int
-    slots: int
-    slots_computed: int
+    slots: (
+        int  # of packed rows, their capacity; of padded ones, what batches in one random order are padded to
+    )
+    slots_computed: int  # by the model; packed rows end with their last document
 
     @property
     def documents_per_row(self) -> float:
@@ -107,43 +107,252 @@ def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
 
 
 def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
-    """The fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
+    """Compute the fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
     tokens = int(row_lengths(dataset).sum())
     documents = int(list_lengths(dataset, "seq_lengths").sum())
     return RowFill(len(dataset), documents, tokens, len(dataset) * capacity, tokens)
 
 
 def fill_of_joined(dataset: datasets.Dataset) -> RowFill:
-    """The fill of rows that are joined into one without padding."""
+    """Compute the fill of rows that are joined into one without padding."""
     tokens = int(row_lengths(dataset).sum())
     return RowFill(len(dataset), len(dataset), tokens, tokens, tokens)
 
 
 def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> RowFill:
-    """The fill of rows padded to the longest of their batch, in one random order."""
+    """Compute the fill of rows padded to the longest of their batch, in one random order."""
     lengths = row_lengths(dataset)
-    order = np.random.default_rng(seed).permutation(lengths)
-    slots = padded_slots(order, batch_size)
+    slots = padded_slots(np.random.default_rng(seed).permutation(lengths), batch_size)
     return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
 
 
-# One line for each data set of a run.
+# A run: what it is, and how it went
 
 
-def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[tuple[str, str]]:
-    """A line for each data set of a mixture, and one for the columns of each that are not used.
+@dataclass(frozen=True)
+class RunFacts:
+    """What the banner shows beside the data and the patch."""
+
+    model_name: str
+    dtype: str
+    device: str
+    trained_parameters: int
+    all_parameters: int
+    packs: PackManifest | None  # if the rows were packed on disk
+    rows_per_step: int  # of a micro-batch on one device
+    rows_per_update: int  # of all devices and accumulation steps together
+    steps: int
+    optimizer: str  # its name and learning rate, and whether it takes all weights at once
+    output_dir: str
+    spread: str | None = None  # how uneven the ranks' work is, if there are several
+    waiting: tuple[int, int | None] | None = None  # documents and tokens that may wait, if the data streams
+    mixture: str = ""  # how several data sets become one
+    parts: tuple[Part, ...] = ()  # the data sets; empty for packs
+    evaluation: TokenLedger | None = None
+
+
+@dataclass(frozen=True)
+class RowsOfStream:
+    """What a run has trained on, where the data streams."""
+
+    fill: RowFill
+    waiting: int  # documents that were read and not trained on
+    read: tuple[tuple[str, int, int], ...] = ()  # of each data set of a mixture: name, rows and tokens
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run went. Speeds count no padding."""
+
+    steps: int
+    seconds: float  # of training, evaluation included
+    epochs: float  # passes over the data; of a stream, those that were read to the end
+    tokens_trained: int  # in all passes, without padding
+    tokens_counted: int  # those of them that the loss was a mean of, as the trainer counted them
+    tokens_padded: int  # computed for nothing
+    documents_per_second: float
+    tokens_per_second: float
+    peak_memory_bytes: int  # on the rank that took the most
+    peak_memory_of: str
+    peak_memory_by_rank: list[int]
+    first_loss: float  # as logged, in nats a token
+    last_loss: float
+    updates_left_out: int  # as they were not finite
+    broken_images: int  # each time that one was met
+    output_dir: str
+    stream: RowsOfStream | None = None
+
+
+def print_banner(
+    console: Console, facts: RunFacts, patch: PatchReport, ledger: TokenLedger, fill: RowFill | None
+) -> None:
+    """Print model, patch, data and plan before the first step; `fill` is None if the data streams."""
+    share = facts.trained_parameters / facts.all_parameters
+    model = f"{patch.model_type}, {patch.n_layers} layers"
+    lines = [
+        ("model", f"{facts.model_name} ({model}), {facts.dtype} on {facts.device}"),
+        ("trained", f"{facts.trained_parameters:,} of {facts.all_parameters:,} parameters ({share:.2%})"),
+        ("attention", f"{patch.attn_backend}: {patch.attn_reason}"),
+        *((f"fused {kind}", what) for kind, what in patch.fused.items()),
+        *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
+        *(_stream_lines(facts, ledger) if fill is None else _data_lines(facts, ledger, fill)),
+    ]
+    if facts.evaluation is not None:
+        held_out = ", held out of the data" if ledger.rows_held_out else ""
+        counts = f"{facts.evaluation.rows_read:,} rows, {facts.evaluation.tokens_read:,} tokens"
+        lines.append(("evaluation", f"{counts}{held_out}"))
+    lines.append(("plan", f"{facts.steps:,} updates, {facts.optimizer}"))
+    if facts.spread:
+        lines.append(("ranks", facts.spread))
+    lines.append(("output", facts.output_dir))
+    if ledger.prompts_rerendered:
+        changed = f"{ledger.prompts_rerendered:,} rows change the tokens of their prompt"
+        lines.append(("note", f"{changed}: there the loss starts at the first token that differs"))
+    _print_lines(console, "unsloth-pack", lines)
+
+
+def _data_lines(facts: RunFacts, ledger: TokenLedger, fill: RowFill) -> list[Line]:
+    is_packed = fill.documents > fill.rows
+    rows = min(facts.rows_per_update, fill.rows)  # an epoch ends with a shorter update
+    update = f"{rows} rows, {rows * fill.documents_per_row:.1f} documents"
+    if is_packed:
+        update += f" ({min(facts.rows_per_update, fill.documents)} without packing)"
+    return [
+        *_ledger_lines(ledger, lines_of_parts(facts.parts)),
+        ("rows", _fill_line(fill)),
+        *_packing_lines(facts, is_packed),
+        ("update", update),
+    ]
+
+
+def _stream_lines(facts: RunFacts, ledger: TokenLedger) -> list[Line]:
+    assert facts.waiting is not None
+    documents, tokens = facts.waiting
+    return [
+        ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
+        *lines_of_parts(facts.parts, facts.mixture),
+        ("first rows", _ledger_line(ledger)),
+        ("loss on", f"in the first rows: {_loss_line(ledger)}"),
+        ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
+        *_packing_lines(facts, is_packed=True),
+        ("update", f"{facts.rows_per_update} rows"),
+    ]
+
+
+def _packing_lines(facts: RunFacts, is_packed: bool) -> list[Line]:
+    lines = []
+    if packs := facts.packs:
+        rows = f"rows of {packs.capacity:,} by {packs.strategy}, {packs.data_fingerprint[:12]}"
+        lines.append(("packs", f"on disk, {rows}; always trained on as packed"))
+    if is_packed and facts.rows_per_step > 1:
+        lines.append(("micro-batch", f"{facts.rows_per_step} packed rows, flattened into one"))
+    return lines
+
+
+def print_packs(
+    console: Console,
+    packs: PackManifest,
+    folder: str,
+    parts: Sequence[Part] = (),
+    image_folder: str | None = None,
+    is_for_adapter: bool = False,
+) -> None:
+    """Print what was packed, and how to train on it.
+
+    Args:
+        image_folder: where the paths of its images begin; None where training needs none.
+        is_for_adapter: the model is an adapter, with which training goes on.
+    """
+    begins_with = "--init_adapter" if is_for_adapter else "--model_name"
+    command = ["unsloth-pack", begins_with, packs.model_name, "--dataset", folder]
+    command += ["--image_folder", image_folder] if image_folder is not None else []
+    fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
+    size = sum(shard.bytes for shard in packs.shards)
+    lines = [
+        *_ledger_lines(packs.ledger, lines_of_parts(parts)),
+        ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
+        ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
+        ("fingerprint", packs.data_fingerprint),
+        ("output", folder),
+        ("train with", shlex.join(command)),
+    ]
+    _print_lines(console, "packed", lines)
+
+
+def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) -> None:
+    """Print speed, memory, loss and where the tokens went, at the end."""
+    speed = f"{summary.documents_per_second:,.1f} samples/s, {summary.tokens_per_second:,.0f} real tokens/s"
+    passes = "" if summary.stream else f" in {summary.epochs:.4g} epochs"
+    unscored = summary.tokens_trained - summary.tokens_counted
+    tokens = f"{summary.tokens_trained:,} trained{passes}: {summary.tokens_counted:,} counted in the loss"
+    lines = [
+        ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
+        ("speed", speed),
+        *_ledger_lines(ledger, _read_lines(summary)),
+        ("tokens", f"{tokens}, {unscored:,} without loss; and {summary.tokens_padded:,} of padding"),
+        ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
+        ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
+        ("output", summary.output_dir),
+    ]
+    if summary.updates_left_out:
+        lines.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
+    if summary.broken_images:
+        times = "once" if summary.broken_images == 1 else f"{summary.broken_images:,} times"
+        note = f"an image could not be decoded, {times}: nothing was learned from its document"
+        lines.append(("note", note))
+    if summary.last_loss != summary.last_loss:
+        lines.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
+    _print_lines(console, "done", lines)
+
+
+def _read_lines(summary: RunSummary) -> list[Line]:
+    """Say what was read of a stream."""
+    if summary.stream is None:
+        return []
+    waiting = f"{summary.stream.waiting:,} documents were read and not trained on"
+    return [
+        ("rows", f"{_fill_line(summary.stream.fill)}; {waiting}"),
+        ("passes", f"{summary.epochs:,.0f} over the data were read to the end"),
+        *(
+            ("read", f"{name}: {rows:,} rows, {tokens:,} tokens")
+            for name, rows, tokens in summary.stream.read
+        ),
+    ]
+
+
+def print_generations(
+    console: Console, before: float, after: float, count: int, examples: Sequence[Mapping[str, str]]
+) -> None:
+    """Print the share of `count` held-out rows answered to the letter, and a few answers side by side."""
+    title = f"exact match on {count} held-out rows: {before:.1%} before, {after:.1%} after"
+    table = Table(title=title, show_lines=True)
+    columns = ("prompt", "before", "after", "expected")
+    for heading in columns:
+        table.add_column(heading, ratio=1, overflow="fold")
+    for example in examples:
+        table.add_row(*(Text(example[heading]) for heading in columns))
+    console.print(table)
+
+
+def _print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        table.add_row(Text(name), Text(printable(value)))  # `Text`, since a path may look like rich's markup
+    console.print(table)
+
+
+def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[Line]:
+    """Say the share of each data set of a mixture, and which of its columns are not used.
 
     Args:
         how: the data sets are mixed, for those that stream.
     """
     are_weighted = len(parts) > 1 or any(part.weight != 1 for part in parts)
     mixture = [("mixture", f"{part.name}: {_share(part, parts, how)}") for part in parts if are_weighted]
-    unused = [
-        ("not used", f"{part.name}: {columns_line(part.unused_columns)}")
-        for part in parts
-        if part.unused_columns
-    ]
-    return mixture + unused
+    unused = [(part.name, part.unused_columns) for part in parts if part.unused_columns]
+    return mixture + [("not used", f"{name}: {columns_line(columns)}") for name, columns in unused]
 
 
 def columns_line(columns: Sequence[str]) -> str:
@@ -163,46 +372,53 @@ def _share(part: Part, parts: Sequence[Part], how: str) -> str:
     )
 
 
-# Renders every figure of a run, without a display. matplotlib is imported with the first.
+def _ledger_lines(ledger: TokenLedger, between: Iterable[Line]) -> list[Line]:
+    return [("data", _ledger_line(ledger)), *_image_lines(ledger), *between, ("loss on", _loss_line(ledger))]
 
 
-def render(draw: Callable[[], Figure], file_format: str, *, salt: str = "", **options: Any) -> bytes:
-    """The file of a figure.
-
-    Args:
-        draw: makes the figure.
-        file_format: as matplotlib names it.
-        salt: of the ids in an SVG, which differ between the figures of one page.
-        options: of `Figure.savefig`.
-    """
-    import matplotlib
-
-    rendered = io.BytesIO()
-    figure = draw()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(rendered, format=file_format, **options)
-    return rendered.getvalue()
+def _ledger_line(ledger: TokenLedger) -> str:
+    changes = {
+        "held out": (ledger.tokens_held_out, ledger.rows_held_out),
+        "not drawn": (ledger.tokens_not_drawn, ledger.rows_not_drawn),
+        "repeated": (ledger.tokens_repeated, ledger.rows_repeated),
+    }  # by a mixture, a limit or an evaluation
+    return (
+        f"{ledger.rows_read:,} rows, {ledger.tokens_read:,} tokens; "
+        f"truncated {ledger.tokens_truncated:,} tokens of {ledger.rows_truncated:,} rows; "
+        f"dropped {ledger.tokens_dropped:,} tokens of {ledger.rows_fully_masked:,} fully masked rows; "
+        f"split {ledger.tokens_split:,} tokens of {ledger.rows_split:,} rows"
+    ) + "".join(f"; {what} {tokens:,} tokens of {n:,} rows" for what, (tokens, n) in changes.items() if n)
 
 
-# Peak memory: of the GPU where there is one, else of the process.
+def _image_lines(ledger: TokenLedger) -> list[Line]:
+    """Say what a ledger holds of images; nothing where there are none."""
+    if not (ledger.images or ledger.rows_broken or ledger.rows_left_out):
+        return []
+    share = ledger.vision_tokens / max(1, ledger.tokens_read)
+    line = f"{ledger.images:,}, {ledger.vision_tokens:,} vision tokens ({share:.1%})"
+    if ledger.rows_shrunk:
+        line += f"; shrunk in {ledger.rows_shrunk:,} rows by {ledger.tokens_shrunk:,} tokens"
+    if ledger.rows_broken:
+        line += f"; {ledger.rows_broken:,} rows with a broken image left out"
+    if ledger.rows_left_out:
+        line += f"; {ledger.rows_left_out:,} rows left out whose cut would go through an image"
+    return [("images", line)]
 
 
-def peak_memory() -> tuple[int, str]:
-    """Bytes, and what they are the peak of."""
-    import torch
+def _loss_line(ledger: TokenLedger) -> str:
+    return (
+        f"{ledger.tokens_counted:,} tokens; without loss {ledger.tokens_masked_by_template:,} masked by the "
+        f"template, {ledger.tokens_masked_at_boundaries:,} at boundaries"
+    )
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), "GPU memory allocated"
-    if sys.platform == "linux":  # getrusage includes what the parent held when it forked
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        if high_water := re.search(r"VmHWM:\s*(\d+) kB", status):
-            return int(high_water[1]) * 1024, "process memory"
-    import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory"
+def _fill_line(fill: RowFill) -> str:
+    return (
+        f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full, "
+        f"{fill.padding:,} tokens of padding"
+    )
 
 
 def gib(n_bytes: int) -> str:
-    """Bytes for a reader."""
+    """Write bytes for a reader."""
     return f"{n_bytes / 2**30:.2f} GiB"
