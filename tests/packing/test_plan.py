@@ -45,7 +45,7 @@ def random_lengths(seed, documents, capacity):
 @table("seed", range(20))
 @table("strategy", STRATEGIES)
 def test_bins_are_those_of_the_definition(strategy, seed):
-    """With best fit, which of several equally tight bins takes a document is free, and leaves the fills alike."""
+    """With best fit, any of several equally tight bins may take a document: the fills are the same."""
     capacity = 3 + 5 * seed
     lengths = random_lengths(seed, documents=1 + 17 * seed, capacity=capacity)
     plan, defined = plan_packs(lengths, capacity, strategy), plain_plan(lengths, capacity, strategy)

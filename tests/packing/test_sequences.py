@@ -36,9 +36,9 @@ def as_lists(rows):
     return rows if isinstance(rows, list) else rows.tolist()
 
 
-def error_of(*args, **kwargs):
+def error_of(*args, pack=pack_sequences, **kwargs):
     with pytest.raises(InputError) as caught:
-        pack_sequences(*args, **kwargs)
+        pack(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -46,42 +46,44 @@ def error_of(*args, **kwargs):
 # ---- rows
 
 
-def test_rows_and_boundaries():
-    assert pack_sequences(SEQUENCES, 8, 0) == ROWS
-    packed, boundaries = pack_sequences(SEQUENCES, 8, 0, return_boundaries=True)
-    assert packed == ROWS
-    assert boundaries == [(0, 0, 3), (0, 3, 5), (1, 0, 4), (1, 4, 7)]
+@pytest.mark.parametrize(
+    ("options", "rows", "boundaries"),
+    [
+        ({}, ROWS, [(0, 0, 3), (0, 3, 5), (1, 0, 4), (1, 4, 7)]),
+        (
+            {"max_length": 7, "strategy": "bfd"},
+            [[6, 7, 8, 9, 1, 2, 3], [10, 11, 12, 4, 5, 0, 0]],
+            [(0, 4, 7), (1, 3, 5), (0, 0, 4), (1, 0, 3)],
+        ),
+        (
+            {"sep_token_id": 99},
+            [[1, 2, 3, 99, 4, 5, 0, 0], [6, 7, 8, 9, 99, 10, 11, 12]],
+            [(0, 0, 3), (0, 4, 6), (1, 0, 4), (1, 5, 8)],
+        ),
+    ],
+)
+def test_rows_and_boundaries(options, rows, boundaries):
+    """Boundaries are in input order for any strategy."""
+    options = {"max_length": 8, "pad_token_id": 0, **options}
+    assert pack_sequences(SEQUENCES, **options) == rows
+    assert pack_sequences(SEQUENCES, **options, return_boundaries=True) == (rows, boundaries)
 
 
-def test_boundaries_are_in_input_order_for_any_strategy():
-    packed, boundaries = pack_sequences(SEQUENCES, 7, 0, strategy="bfd", return_boundaries=True)
-    assert packed == [[6, 7, 8, 9, 1, 2, 3], [10, 11, 12, 4, 5, 0, 0]]
-    assert boundaries == [(0, 4, 7), (1, 3, 5), (0, 0, 4), (1, 0, 3)]
-
-
-def test_separators():
-    packed, boundaries = pack_sequences(SEQUENCES, 8, 0, sep_token_id=99, return_boundaries=True)
-    assert packed == [[1, 2, 3, 99, 4, 5, 0, 0], [6, 7, 8, 9, 99, 10, 11, 12]]
-    assert boundaries == [(0, 0, 3), (0, 4, 6), (1, 0, 4), (1, 5, 8)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_a_separator_never_ends_a_row_nor_overfills_it(kind):
     sequences = [KINDS[kind](x) for x in ([1, 2, 3, 4], [5, 6, 7], [8], [9, 10])]
     packed = as_lists(pack_sequences(sequences, 4, 0, sep_token_id=99))
     assert packed == [[1, 2, 3, 4], [5, 6, 7, 0], [8, 99, 9, 10]]
 
 
-@pytest.mark.parametrize("strategy", ["next_fit", "first_fit", "ffd", "bfd"])
-def test_every_kind_gives_the_same_rows(strategy):
-    for separator in (None, 99):
-        packed = {
-            name: as_lists(
-                pack_sequences([make(x) for x in SEQUENCES], 8, 0, strategy=strategy, sep_token_id=separator)
-            )
-            for name, make in KINDS.items()
-        }
-        assert packed["tuple"] == packed["numpy"] == packed["torch"] == packed["list"]
+@table("strategy", ["next_fit", "first_fit", "ffd", "bfd"])
+@table("separator", [None, 99])
+def test_every_kind_gives_the_same_rows(strategy, separator):
+    options = {"strategy": strategy, "sep_token_id": separator}
+    packed = [
+        as_lists(pack_sequences([make(x) for x in SEQUENCES], 8, 0, **options)) for make in KINDS.values()
+    ]
+    assert all(rows == packed[0] for rows in packed)
 
 
 def test_the_kind_that_came_in_comes_out():
@@ -103,30 +105,24 @@ def test_two_dimensional_input_and_no_sequences():
     assert pack_sequences(iter([[1], [2]]), 2, 0) == [[1, 2]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_empty_sequences(kind):
-    sequences = [KINDS[kind]([]), KINDS[kind]([])]
-    packed = pack_sequences(sequences, 5, 0, return_boundaries=True, return_counts=True)
-    assert (as_lists(packed[0]), *packed[1:]) == ([], [], CutCounts(empty=2))
+@table("kind", KINDS)
+@table("separator", [None, 99])
+def test_empty_sequences_are_no_documents(kind, separator):
+    options = {"sep_token_id": separator, "return_boundaries": True, "return_counts": True}
+    rows, *others = pack_sequences([KINDS[kind]([])] * 2, 4, 0, **options)
+    assert (as_lists(rows), *others) == ([], [], CutCounts(empty=2))
+    sequences = [KINDS[kind](x) for x in ([1, 2], [], [3])]
+    rows, boundaries, counts = pack_sequences(sequences, 4, 0, **options)
+    assert as_lists(rows) == ([[1, 2, 3, 0]] if separator is None else [[1, 2, 99, 3]])
+    assert boundaries == ([(0, 0, 2), (0, 2, 3)] if separator is None else [(0, 0, 2), (0, 3, 4)])
+    assert counts == CutCounts(empty=1)
 
 
-def test_length_one_and_length_of_the_row():
-    assert pack_sequences([[1]], 1, 0) == [[1]]
-    assert pack_sequences([[1, 2], [3], [4]], 2, 0) == [[1, 2], [3, 4]]
-
-
-def test_rows_are_new_lists():
+def test_length_one_and_new_rows():
     sequence = [1, 2]
-    (row,) = pack_sequences([sequence], 2, 0)
-    row[0] = 9
-    assert sequence == [1, 2]
-
-
-def test_ids_and_labels_packed_apart_stay_aligned():
-    labels = [[-x for x in sequence] for sequence in SEQUENCES]
-    for strategy in ("next_fit", "bfd"):
-        ids = pack_sequences(SEQUENCES, 8, 0, strategy=strategy)
-        assert pack_sequences(labels, 8, 0, strategy=strategy) == [[-x for x in row] for row in ids]
+    rows = pack_sequences([sequence, [3], [4]], 2, 0)
+    rows[0][0] = 9
+    assert (rows, sequence) == ([[9, 2], [3, 4]], [1, 2])
 
 
 def test_garbage_collection_is_as_it_was():
@@ -176,18 +172,6 @@ def test_empty_and_overlong(kind, overlong, rows, boundaries, counts):
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("separator", [None, 99])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_sequence_is_no_document_where_all_fit(kind, separator):
-    sequences = [KINDS[kind](x) for x in ([1, 2], [], [3])]
-    rows, boundaries, counts = pack_sequences(
-        sequences, 4, 0, sep_token_id=separator, return_boundaries=True, return_counts=True
-    )
-    assert as_lists(rows) == ([[1, 2, 3, 0]] if separator is None else [[1, 2, 99, 3]])
-    assert boundaries == ([(0, 0, 2), (0, 2, 3)] if separator is None else [(0, 0, 2), (0, 3, 4)])
-    assert counts == CutCounts(empty=1)
-
-
 def test_overlong_is_an_error_unless_asked():
     message = error_of([[1], [1] * 9], 8, 0)
     assert message.startswith("sequences[1] has 9 tokens and a row holds 8; raise the length of a row")
@@ -207,8 +191,7 @@ def test_overlong_is_an_error_unless_asked():
         ("text", "sequences is a str; give a list of token sequences"),
         (7, "sequences is a int"),
         ({"input_ids": [[1]]}, "sequences is a dict"),
-        ([[1], [[2]]], "sequences[1] holds lists, not tokens; give one flat list a document"),
-        ([["a", "b"]], "sequences[0] holds strs, not tokens"),
+        ([[1], [[2]]], "sequences[1] holds [2] at place 0; give numbers, one a token"),
         ([[1], np.array([2])], "sequences[1] is numpy int64 and sequences[0] is list"),
         (
             [np.array([1]), np.array([2], np.int32)],
@@ -227,13 +210,6 @@ def test_overlong_is_an_error_unless_asked():
 )
 def test_what_is_no_list_of_sequences(sequences, says):
     assert says in error_of(sequences, 8, 0)
-
-
-@pytest.mark.parametrize("max_length", [0, -3, 2.0, None])
-def test_bad_row_length(max_length):
-    assert f"max_length is {max_length!r}; give a whole number of at least 1" in error_of(
-        [[1]], max_length, 0
-    )
 
 
 @table("kind", KINDS)
@@ -273,20 +249,6 @@ def test_each_column_keeps_its_kind():
     assert masks == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
 
 
-def test_chunks_packed_apart_can_be_concatenated():
-    chunks = [
-        [np.concatenate([np.array(row) for row in column]) for column in packed]
-        for packed in (
-            concatenate_and_pack([ids], [labels], [mask], max_length=8, pad_token_id=0)
-            for ids, labels, mask in zip(IDS, LABELS, MASKS, strict=True)
-        )
-    ]
-    ids, labels, masks = (np.stack(column) for column in zip(*chunks, strict=True))
-    assert ids.shape == labels.shape == masks.shape == (2, 8)
-    arrays = [pack_sequences([np.array(x)], 8, 0) for x in IDS]
-    assert np.concatenate(arrays).tolist() == ids.tolist()
-
-
 def test_three_columns_cut_alike():
     packed = concatenate_and_pack(
         [[], *IDS],
@@ -308,42 +270,39 @@ def test_three_columns_cut_alike():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("labels", "masks", "says"),
+@table(
+    ("changed", "says"),
     [
-        (LABELS[:1], MASKS, "input_ids has 2 documents and labels has 1"),
-        (LABELS, [*MASKS, [1]], "input_ids has 2 documents and attention_masks has 3"),
-        ([[1, 2, 3], [4]], MASKS, "input_ids[1] has 4 tokens and labels[1] has 1"),
-        (LABELS, [[1], [1] * 4], "input_ids[0] has 3 tokens and attention_masks[0] has 1"),
-        (None, MASKS, "labels is a NoneType"),
-    ],
-)
-def test_columns_that_do_not_match(labels, masks, says):
-    with pytest.raises(InputError) as caught:
-        concatenate_and_pack(IDS, labels, masks, max_length=8, pad_token_id=0)
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("ids", "labels", "masks", "says"),
-    [
+        ({"labels": LABELS[:1]}, "input_ids has 2 documents and labels has 1"),
+        ({"attention_masks": [*MASKS, [1]]}, "input_ids has 2 documents and attention_masks has 3"),
+        ({"labels": [[1, 2, 3], [4]]}, "input_ids[1] has 4 tokens and labels[1] has 1"),
+        ({"labels": None}, "labels is a NoneType"),
+        ({"input_ids": [[1, 2, 3], [4, None, 6, 7]]}, "input_ids[1] holds None at place 1; give whole"),
+        ({"input_ids": [[1, 2, 3.5], IDS[1]]}, "input_ids[0] holds 3.5 at place 2; give whole numbers"),
+        ({"labels": [LABELS[0], [-100, -100, 6.0, 7]]}, "labels[1] holds 6.0 at place 2"),
         (
-            [[1, 2, 3], [4, None, 6, 7]],
-            LABELS,
-            MASKS,
-            "input_ids[1] holds None at place 1; give whole numbers",
+            {"attention_masks": [[1, 1, 1], [1, 1, None, 1]]},
+            "attention_masks[1] holds None at place 2; give numbers",
         ),
-        ([[1, 2, 3.5], IDS[1]], LABELS, MASKS, "input_ids[0] holds 3.5 at place 2; give whole numbers"),
-        (IDS, [LABELS[0], [-100, -100, 6.0, 7]], MASKS, "labels[1] holds 6.0 at place 2"),
-        (IDS, LABELS, [[1, 1, 1], [1, 1, None, 1]], "attention_masks[1] holds None at place 2; give numbers"),
-        ([np.array(x, np.float32) for x in IDS], LABELS, MASKS, "input_ids[0] holds float32; give whole"),
-        (IDS, [torch.tensor(x).float() for x in LABELS], MASKS, "labels[0] holds torch.float32; give whole"),
+        ({"input_ids": [np.array(x, np.float32) for x in IDS]}, "input_ids[0] holds float32; give whole"),
+        ({"labels": [torch.tensor(x).float() for x in LABELS]}, "labels[0] holds torch.float32; give whole"),
+        ({"max_length": 3}, "input_ids[1] has 4 tokens and a row holds 3"),
+        ({"max_length": 0}, "max_length is 0; give a whole number of at least 1"),
+        (
+            {"label_pad_id": -100, "labels": [np.array([1], np.uint8)] * 2},
+            "label_pad_id -100 does not fit into numpy uint8",
+        ),
     ],
 )
-def test_ids_and_labels_are_whole_numbers(ids, labels, masks, says):
-    with pytest.raises(InputError) as caught:
-        concatenate_and_pack(ids, labels, masks, max_length=8, pad_token_id=0)
-    assert says in str(caught.value)
+def test_columns_that_do_not_match(changed, says):
+    columns = {
+        "input_ids": IDS,
+        "labels": LABELS,
+        "attention_masks": MASKS,
+        "max_length": 8,
+        "pad_token_id": 0,
+    }
+    assert says in error_of(pack=concatenate_and_pack, **columns | changed)
 
 
 def test_lists_of_numpy_numbers_whose_sum_overflows():
@@ -353,12 +312,3 @@ def test_lists_of_numpy_numbers_whose_sum_overflows():
             [[np.int8(100)] * 3], [[1] * 3], [[1] * 3], max_length=4, pad_token_id=0
         )
         assert rows == [[100, 100, 100, 0]]
-
-
-def test_three_columns_overlong_and_bad_length():
-    with pytest.raises(InputError, match=r"input_ids\[1\] has 4 tokens and a row holds 3"):
-        concatenate_and_pack(IDS, LABELS, MASKS, max_length=3, pad_token_id=0)
-    with pytest.raises(InputError, match="max_length is 0"):
-        concatenate_and_pack(IDS, LABELS, MASKS, max_length=0, pad_token_id=0)
-    with pytest.raises(InputError, match="label_pad_id -100 does not fit into numpy uint8"):
-        concatenate_and_pack([[1]], [np.array([1], np.uint8)], [[1]], max_length=3, pad_token_id=0)

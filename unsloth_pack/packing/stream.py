@@ -17,9 +17,8 @@ from unsloth_pack.packing.in_memory import (
     WHOLE_COLUMNS,
     CutCounts,
     check_overlong,
-    check_values,
-    joined,
-    kind_of_one,
+    join,
+    kind_of,
     pieces_of,
 )
 from unsloth_pack.packing.planner import STRATEGIES, check_positive, is_number, plan_packs
@@ -99,15 +98,8 @@ class PackingStream:
         buffer_tokens: int | None = None,
         by_document: Collection[str] = (),
     ):
-        if isinstance(by_document, str) or {*by_document} & {"input_ids", "seq_lengths"}:
-            raise InputError(
-                f"by_document is {by_document!r}; give a list of names other than input_ids and seq_lengths"
-            )
         if by_document and overlong not in ("error", "drop"):
-            raise InputError(
-                f"overlong is {overlong!r} and by_document names columns, which have no parts for the pieces "
-                "of a document; choose one of error, drop"
-            )
+            raise InputError(f"overlong is {overlong!r} with by_document; choose one of error, drop")
         if not (is_number(min_fill_ratio) and 0 < min_fill_ratio <= 1):
             raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
         if strategy not in (None, *STRATEGIES):
@@ -166,24 +158,20 @@ class PackingStream:
                 lengths, holds a null, has ids or labels that are not whole numbers, is over-long, or, in
                 atomic mode, `buffer_size` segments wait already. The stream stays as it was.
         """
-        beside: Example = {}
-        if self._by_document:
-            example, beside = self._parted(example)
-        columns, kinds = self._checked(example)
+        columns, beside, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
             raise InputError(
                 f"{self.waiting} segments wait and buffer_size is {self.buffer_size}; take packs out before "
                 "more go in, or raise buffer_size"
             )
-        example_name = f"example {self.consumed}"
-        pieces = pieces_of(example_name, _length(columns), self.capacity, self.overlong, self.counts)
+        name, length = f"example {self.consumed}", _length(columns)
+        pieces = pieces_of(name, length, self.capacity, self.overlong, self.counts)
         self._kinds = kinds
         self.counts.examples += 1
         self.consumed += 1
         for start, end in pieces:
             # A copy: slices of arrays are views
-            parts = {name: joined(kind_of_one(name, v), [v[start:end]]) for name, v in columns.items()}
-            self._add(parts | beside)
+            self._add({name: join([value[start:end]]) for name, value in columns.items()} | beside)
 
     def pop(self) -> dict[str, Any] | None:
         """The next pack, or None if it needs more examples."""
@@ -226,8 +214,6 @@ class PackingStream:
                 f"the state has version {state.get('version')!r} and this release reads {_STATE_VERSION}; "
                 "start without it"
             )
-        if missing := set(self.state_dict()) - set(state):
-            raise InputError(f"the state lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._settings().items():
             if (saved := state["settings"].get(name)) != value:
                 raise InputError(
@@ -251,47 +237,41 @@ class PackingStream:
         settings = {name: getattr(self, name) for name in names.split()}
         return settings | {"by_document": [*self._by_document] or None}
 
-    def _parted(self, example: Any) -> tuple[Example, Example]:
-        """The example's columns of tokens, and those of the document."""
-        for name in self._by_document:
-            if not isinstance(example, Mapping) or name not in example:
-                raise InputError(f"example {self.consumed} has no column {name!r}; give it in every example")
-        return (
-            {name: value for name, value in example.items() if name not in self._by_document},
-            {name: example[name] for name in self._by_document},
-        )
-
-    def _checked(self, example: Any) -> tuple[Example, dict[str, str]]:
-        """The example's columns, and the kind of each."""
-        kinds: dict[str, str] = {}
+    def _checked(self, example: object) -> tuple[Example, Example, dict[str, str]]:
+        """The example's columns of tokens, its columns of the document, and the kind of each of the first."""
         name = f"example {self.consumed}"
         columns = dict(example) if isinstance(example, Mapping) else {"input_ids": example}
+        if missing := [column for column in self._by_document if column not in columns]:
+            raise InputError(f"{name} has no column {missing[0]!r}; give it in every example")
+        beside = {column: columns.pop(column) for column in self._by_document}
         if "input_ids" not in columns or "seq_lengths" in columns:
             raise InputError(
                 f"{name} has the columns {', '.join(columns) or '(none)'}; give tokenised examples with "
                 "input_ids that are not packed yet"
             )
+        kinds = {
+            column: str(kind_of(f"{name}, column {column!r},", value, column in WHOLE_COLUMNS))
+            for column, value in columns.items()
+        }
         for column, value in columns.items():
-            kinds[column] = _checked_kind(f"{name}, column {column!r},", value, whole=column in WHOLE_COLUMNS)
-            if len(value) != len(columns["input_ids"]):
+            if len(value) != _length(columns):
                 raise InputError(
-                    f"{name}: column {column!r} has {len(value)} values for {len(columns['input_ids'])} "
-                    "tokens; give one a token, or remove the column"
+                    f"{name}: column {column!r} has {len(value)} values for {_length(columns)} tokens; "
+                    "give one a token, or remove the column"
                 )
         if self._kinds is not None and kinds != self._kinds:
             raise InputError(
                 f"{name} has {_listing(kinds)} and those before it {_listing(self._kinds)}; give all "
                 "examples the same columns of the same kind"
             )
-        return columns, kinds
+        return columns, beside, kinds
 
     def _add(self, document: Example) -> None:
-        if self.atomic:
-            if sum(map(_length, self._buffer)) + _length(document) > self.capacity:
-                self._release_buffer()
-            self._buffer.append(document)
-            return
+        if self.atomic and sum(map(_length, self._buffer)) + _length(document) > self.capacity:
+            self._release_buffer()
         self._buffer.append(document)
+        if self.atomic:
+            return
         self._tokens += _length(document)
         is_full = self.buffer_tokens is not None and self._tokens >= self.buffer_tokens
         if is_full or len(self._buffer) >= self.buffer_size:
@@ -326,30 +306,17 @@ class PackingStream:
         self._tokens = sum(map(_length, self._buffer))
 
 
-def _checked_kind(name: str, value: Any, *, whole: bool) -> str:
-    kind = kind_of_one(name, value)
-    check_values([value], lambda _: name, whole=whole)
-    return str(kind)
-
-
 def _check_atomic(
     drop_last: bool | None, strategy: str | None, overlong: str, buffer_tokens: int | None
 ) -> None:
-    if buffer_tokens is not None:
-        raise InputError(
-            f"buffer_tokens is {buffer_tokens!r} in atomic mode, which bounds the segments that wait; give "
-            "buffer_size alone"
-        )
-    if drop_last is False:
-        raise InputError(
-            "drop_last is False in atomic mode, which drops and counts what is left at the end; leave it out"
-        )
-    if strategy not in (None, "next_fit"):
-        raise InputError(
-            f"strategy is {strategy!r} in atomic mode, which takes the oldest segment first; leave it out"
-        )
-    if overlong != "error":
-        raise InputError(f"overlong is {overlong!r} in atomic mode, which never cuts a segment; leave it out")
+    for name, value, taken, why in (
+        ("buffer_tokens", buffer_tokens, [None], "bounds the segments that wait; give buffer_size alone"),
+        ("drop_last", drop_last, [None, True], "drops and counts what is left at the end; leave it out"),
+        ("strategy", strategy, [None, "next_fit"], "takes the oldest segment first; leave it out"),
+        ("overlong", overlong, ["error"], "never cuts a segment; leave it out"),
+    ):
+        if value not in taken:
+            raise InputError(f"{name} is {value!r} in atomic mode, which {why}")
 
 
 def _length(document: Example) -> int:
@@ -361,10 +328,6 @@ def _listing(kinds: dict[str, str]) -> str:
 
 
 def _packed(documents: list[Example], by_document: Collection[str]) -> dict[str, Any]:
-    pack: dict[str, Any] = {name: [document[name] for document in documents] for name in by_document}
-    pack |= {
-        name: joined(kind_of_one(name, value), [document[name] for document in documents])
-        for name, value in documents[0].items()
-        if name not in by_document
-    }
+    columns = {name: [document[name] for document in documents] for name in documents[0]}
+    pack = {name: parts if name in by_document else join(parts) for name, parts in columns.items()}
     return pack | {"seq_lengths": [_length(document) for document in documents]}
