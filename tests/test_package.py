@@ -16,7 +16,7 @@ ROOT = Path(unsloth_pack.__file__).parent
 # A room may import from itself and from those below it in this list.
 ROOMS = (
     *("cli", "bench", "run", "report", "vision_api", "api", "chat_templates"),
-    *("unsloth_exports", "unsloth_arguments", "verification", "training", "config"),
+    *("unsloth_arguments", "verification", "training", "config"),
     *("images", "packing", "checkpoints", "data", "demo"),
     *("patching", "memory", "layers", "cuda_graphs", "losses", "lora", "models", "attention", "packed_row"),
     *("kernels", "modules", "host_copy", "forked", "errors"),

@@ -47,12 +47,13 @@ from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, ena
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
-from unsloth_pack.unsloth_arguments import take_adapter_arguments, take_loading_arguments, take_trained_ends
-from unsloth_pack.unsloth_exports import (
-    push_to_hub_gguf,
+from unsloth_pack.unsloth_arguments import (
     push_to_hub_merged,
-    save_pretrained_gguf,
+    refuse_gguf,
     save_pretrained_merged,
+    take_adapter_arguments,
+    take_loading_arguments,
+    take_trained_ends,
 )
 
 logger = logging.getLogger("unsloth_pack")
@@ -335,8 +336,9 @@ def _resolve_device_map(device_map: Any) -> Any:
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
-    for method in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, push_to_hub_gguf):
+    for method in (save_pretrained_merged, push_to_hub_merged):
         setattr(model, method.__name__, _bind(method, model))
+    model.save_pretrained_gguf = model.push_to_hub_gguf = _bind(refuse_gguf, model)
     remember_use_cache(model.get_base_model() if isinstance(model, PeftModel) else model)
     if isinstance(model, PeftModel):
         model.__dict__["save_pretrained"] = _bind(save_adapter, model)

@@ -1,8 +1,7 @@
 """`FastVisionModel`: load a model of vision and language, adapt its parts, train and generate."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,10 +10,10 @@ from torch import nn
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import resolve, split_config, take_file_options
-from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionCounts, VisionDocument, VisionEncoder
 from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.family import PreparedImage
 from unsloth_pack.images.packed_rows import RowWithImages
 from unsloth_pack.images.prepared import decoded
 from unsloth_pack.images.processor import (
@@ -30,6 +29,7 @@ from unsloth_pack.lora.vision_targets import Aligner, TrainedParts, vision_targe
 from unsloth_pack.memory.checkpointing import CheckpointingMode
 from unsloth_pack.models.spec import TOKEN_TYPES
 from unsloth_pack.modules import require_model
+from unsloth_pack.unsloth_arguments import take_collator_arguments
 
 _HUB = ("token", "revision", "trust_remote_code")
 
@@ -154,29 +154,8 @@ class FastVisionModel:
             **kwargs,
         )
 
-    @staticmethod
-    def for_inference(model: Any) -> Any:
-        """Prepare the model to generate: no dropout, no recomputation, cache on."""
-        return FastLanguageModel.for_inference(model)
-
-    @staticmethod
-    def for_training(model: Any) -> Any:
-        """Prepare the model to train again."""
-        return FastLanguageModel.for_training(model)
-
-
-# Unsloth's further arguments: the values that change nothing, and the remedy for any other
-_OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "resize": ((None,), "give max_pixels to FastVisionModel.from_pretrained; nothing else is resized"),
-    "resize_dimension": ((None, 0), "give max_pixels to FastVisionModel.from_pretrained"),
-    "snap_to_patch_size": ((None, False), "the processor chooses sizes that patches fill; leave it out"),
-    "ignore_index": ((IGNORE_INDEX,), "labels that do not count are -100; leave it out"),
-    "force_match": ((True, False), ""),
-    "num_proc": ((None,), "give dataloader_num_workers to the trainer"),
-    "completion_only_loss": ((True, None), "write the rows as messages, in which all turns count"),
-    "pad_to_multiple_of": ((None,), "a packed row has no padding; leave it out"),
-    "last_response_only": ((False, None), "every answer counts; leave it out"),
-}
+    for_inference = staticmethod(FastLanguageModel.for_inference)
+    for_training = staticmethod(FastLanguageModel.for_training)
 
 
 class VisionDataCollator:
@@ -234,43 +213,24 @@ class VisionDataCollator:
         skip_broken_images: bool = False,
         **others: Any,
     ):
-        _refuse_others(others)
-        switches = {
-            "train_on_responses_only": train_on_responses_only,
-            "skip_broken_images": skip_broken_images,
-        }
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise InputError(f"{name} is {value!r}; give True or False")
-        for name, text in {"instruction_part": instruction_part, "response_part": response_part}.items():
-            if not isinstance(text, str | None):
-                raise InputError(f"{name} is {text!r}; give the text that the chat template writes there")
-        if formatting_func is not None and not callable(formatting_func):
-            raise InputError(
-                f"formatting_func is {formatting_func!r}; give a function that makes the row of an example"
-            )
-        if not isinstance(image_folder, str | os.PathLike | None):
-            raise InputError(f"image_folder is {image_folder!r}; give the path of a folder")
-        tokenizer, image_processor = _parts_of_processor(processor)
-        config = getattr(model, "config", model)
-        if not hasattr(config, "model_type"):
-            raise InputError(
-                f"model is a {type(model).__name__}, which has no configuration; give what "
-                "FastVisionModel.from_pretrained returns"
-            )
-        tokens = get_image_tokens(config)
-        self._make_images = make_image_family(config, image_processor)
+        take_collator_arguments(others)
+        for name in ("tokenizer", "image_processor"):
+            if not hasattr(processor, name):
+                problem = f"processor is a {type(processor).__name__}, which has no {name}"
+                raise InputError(f"{problem}; give what FastVisionModel.from_pretrained returns")
+        config, tokenizer = getattr(model, "config", model), processor.tokenizer
+        self._make_images = make_image_family(config, processor.image_processor)
         relabel = None
         if train_on_responses_only:
             relabel = find_relabel(tokenizer, instruction_part, response_part)
         self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,
-            tokens,
+            get_image_tokens(config),
             self._make_images,
             max_length=max_seq_length,
             overlong=overlong,
-            image_folder=None if image_folder is None else Path(image_folder),
+            image_folder=image_folder,
             responses_only=train_on_responses_only and relabel is None,
             relabel=relabel,
             skip_broken=skip_broken_images,
@@ -292,37 +252,17 @@ class VisionDataCollator:
         rows = examples if self._format is None else [self._format(example) for example in examples]
         try:
             documents = [*self._prepare_images(self._encode(rows))]
-        except UnreadableImage as error:
-            raise UnreadableImage(f"in a batch, {error}") from None
         except InputError as error:
-            raise InputError(f"in a batch, {error}") from None
+            raise type(error)(f"in a batch, {error}") from None
         if not documents:
             raise InputError(
                 f"a batch of {len(rows)} rows has no document left ({self.counts}); give larger batches, or "
                 "remove the rows that do not fit before training"
             )
-        return self._pack(documents)
-
-    def _prepare_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
-        for document in documents:
-            try:
-                yield document, [self._prepare(image) for image in document.images]
-            except UnreadableImage:
-                if not self._skip_broken:
-                    raise
-                self._encode.forget(document)
-
-    def _prepare(self, image: PlacedImage) -> Any:
-        size = (image.height, image.width)
-        return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
-
-    def _pack(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
+        make = self._make_images
+        ids, labels = ([getattr(each, name) for each, _ in documents] for name in ("ids", "labels"))
         packed = RowWithImages.pack(
-            [document.ids for document, _ in documents],
-            [document.labels for document, _ in documents],
-            [images for _, images in documents],
-            self._token_ids.placeholder,
-            self._make_images,
+            ids, labels, [images for _, images in documents], self._token_ids.placeholder, make
         )
         batch: dict[str, Any] = {
             "input_ids": packed.ids,
@@ -331,13 +271,30 @@ class VisionDataCollator:
             "position_ids": packed.along_text if self._is_patched else packed.position_ids,
             "packed_seq_lengths": list(packed.row.lengths),
         }
-        # A trainer sends no object to a device, so nothing that describes the row is read back from there
-        batch |= packed.on_host(self._make_images.described) if self._is_patched else packed.arguments
-        if self._make_images.both_ways and not self._is_patched:
-            batch[TOKEN_TYPES] = (packed.ids == self._token_ids.placeholder).int()
+        if self._is_patched:  # a trainer sends no object to a device: nothing is read back from there
+            batch |= packed.on_host(make.described) | {"packed_row": packed.row}
+        else:
+            batch |= packed.arguments
+            if make.both_ways:
+                batch[TOKEN_TYPES] = (packed.ids == self._token_ids.placeholder).int()
         if PIXELS in batch:
-            batch[PIXELS] = self._make_images.normalised(batch[PIXELS])
-        return batch | ({"packed_row": packed.row} if self._is_patched else {})
+            batch[PIXELS] = make.normalised(batch[PIXELS])
+        return batch
+
+    def _prepare_images(
+        self, documents: Iterable[VisionDocument]
+    ) -> Iterator[tuple[VisionDocument, list[PreparedImage]]]:
+        for document in documents:
+            try:
+                yield document, [self._prepare(image) for image in document.images]
+            except UnreadableImage:
+                if not self._skip_broken:
+                    raise
+                self._encode.forget(document)
+
+    def _prepare(self, image: PlacedImage) -> PreparedImage:
+        size = (image.height, image.width)
+        return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
 
 
 UnslothVisionDataCollator = VisionDataCollator  # the name in Unsloth's notebooks
@@ -345,22 +302,3 @@ UnslothVisionDataCollator = VisionDataCollator  # the name in Unsloth's notebook
 
 def _is_patched(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
-
-
-def _refuse_others(others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _OTHERS:
-            raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
-        harmless, remedy = _OTHERS[name]
-        if not any(value is one or value == one for one in harmless):
-            raise InputError(f"{name} is {value!r}, which VisionDataCollator does not take; {remedy}")
-
-
-def _parts_of_processor(processor: Any) -> tuple[Any, Any]:
-    for name in ("tokenizer", "image_processor"):
-        if not hasattr(processor, name):
-            raise InputError(
-                f"processor is a {type(processor).__name__}, which has no {name}; give what "
-                "FastVisionModel.from_pretrained returns"
-            )
-    return processor.tokenizer, processor.image_processor

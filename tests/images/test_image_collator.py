@@ -312,11 +312,6 @@ def test_unsloths_arguments(collate, processor):
         (dict(overlong="split"), "overlong is 'split'; choose one of error"),
         (dict(max_seq_length=0), "max_seq_length is 0"),
         (dict(image_folder="no/such"), "image_folder is 'no/such', which is no folder"),
-        (dict(image_folder=5), "image_folder is 5; give the path of a folder"),
-        (dict(formatting_func="x"), "formatting_func is 'x'; give a function"),
-        (dict(skip_broken_images="yes"), "skip_broken_images is 'yes'; give True or False"),
-        (dict(train_on_responses_only=1), "train_on_responses_only is 1; give True or False"),
-        (dict(train_on_responses_only=True, response_part=4), "response_part is 4; give the text"),
     ]:
         with pytest.raises(InputError, match=message):
             collate(**options)
@@ -327,8 +322,6 @@ def test_a_processor_of_another_model():
         VisionDataCollator(vision_model(), vision_processor("qwen2_vl"))
     with pytest.raises(InputError, match="which has no tokenizer"):
         VisionDataCollator(vision_model(), vision_processor().tokenizer)
-    with pytest.raises(InputError, match="model is a str, which has no configuration"):
-        VisionDataCollator("model", vision_processor())
     model = vision_model()
     model.config.image_token_id = 5
     with pytest.raises(InputError, match=r"gives <\|image_pad\|> the id .*the model reads 5"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -198,7 +199,7 @@ class VisionEncoder:
         *,
         max_length: int | None = None,
         overlong: Overlong = "error",
-        image_folder: str | Path | None = None,
+        image_folder: str | os.PathLike[str] | None = None,
         responses_only: bool = False,
         relabel: Relabel | None = None,
         skip_broken: bool = False,
