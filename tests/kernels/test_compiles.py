@@ -20,7 +20,7 @@ def build(kernel, signature, constants, warps, attrs=None, arch=90, **options):
 """
 CODE = """
 scores = import_module("unsloth_pack.kernels.token_scores")
-loss = import_module("unsloth_pack.kernels.linear_cross_entropy")
+loss = import_module("unsloth_pack.kernels.head")
 POINTERS = ("log_probs", "entropies", "tops", "means", "squares", "losses", "g_log_probs", "g_entropies")
 TYPES = {"logits": "*bf16", "labels": "*i64", "scale": "fp32", "softcap": "fp32", "V": "i32"}
 TYPES |= dict.fromkeys(POINTERS, "*fp32")

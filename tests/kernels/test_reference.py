@@ -11,8 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import ExtraLogits, Gate, InnerSum, LowRank, NestedScales, QKNorm, Scaled, reference
-from unsloth_pack.kernels.reference import TokenScores
+from unsloth_pack.kernels import (
+    ExtraLogits,
+    Gate,
+    InnerSum,
+    LowRank,
+    NestedScales,
+    QKNorm,
+    Scaled,
+    TokenScores,
+    reference,
+)
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 EPS = 1e-6

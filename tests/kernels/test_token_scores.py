@@ -3,7 +3,6 @@
 The yardstick is the oracle on inputs in the same dtype: logits of all rows, rounded to it, scored in float32.
 """
 
-import sys
 from functools import partial
 
 import pytest
@@ -14,13 +13,11 @@ from exactness import DEVICE
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
 
-from unsloth_pack.kernels import LabelledRows, reference, token_scores
-from unsloth_pack.kernels import head as chunked_head
-from unsloth_pack.kernels.reference import TokenScores
+from unsloth_pack.kernels import LabelledRows, TokenScores, reference, token_scores
+from unsloth_pack.kernels.head import HeadPass
 from unsloth_pack.kernels.token_scores import FIELDS
 
 pytest.importorskip("triton")
-module = sys.modules[token_scores.__module__]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LUCK = {("entropy",): 4}  # draws: one gradient of 150 was 2.7 times as far off as the plain path's
 PATHS, HEADS = ("kernel", "plain torch"), {"frozen head": False, "trained head": True}
@@ -149,16 +146,13 @@ def test_what_changes_the_logits_gets_its_gradient(kind, softcap, trains_head, d
         check((tensors, labels), upstream=upstream, softcap=softcap, **options)
 
 
-def test_logits_are_computed_once_for_trained_tokens(monkeypatch, path):
-    made = []
-    project = chunked_head.project_to_logits
-    monkeypatch.setattr(module, "project_to_logits", lambda *args: made.append(1) or project(*args))
-    tensors, labels = make(40, 8, V=16)
-    with_extra("trained tokens", tensors)
-    extra = of_leaves("trained tokens", tensors)
-    token_scores(*tensors[:2], labels, extra=extra, fields=FIELDS).log_prob.square().sum().backward()
-    assert len(made) == 1
-    assert all(x.grad is not None for x in tensors if x.requires_grad)
+@pytest.mark.parametrize("path", PATHS, indirect=True)
+def test_the_gradient_of_trained_tokens_is_rounded_once(path):
+    """That of their logits is weighed before it is rounded, as in plain torch."""
+    tensors, labels = make(2, 200, 32, V=100, dtype=BF16)
+    labels = torch.where(labels >= 0, labels % 5, labels)
+    options = with_extra("trained tokens", tensors)
+    check((tensors, labels), slack=1.05, upstream=("log_prob",), **options)
 
 
 @pytest.mark.parametrize(  # a program holds 4,096 logits at a time
@@ -197,17 +191,21 @@ def test_no_label_at_all_still_gives_a_gradient_of_zero(path):
     assert not gradient.any()
 
 
-def test_logits_are_computed_once_where_nothing_needs_them_again(monkeypatch, path):
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_logits_are_computed_again_for_the_entropy_alone(with_tokens, monkeypatch):
     made = []
-    project = chunked_head.project_to_logits
-    monkeypatch.setattr(module, "project_to_logits", lambda *args: made.append(1) or project(*args))
-    (hidden, weight), labels = make(40, 8, V=16)
-    scores = token_scores(hidden, weight, labels, fields=FIELDS)
-    scores.log_prob.square().sum().backward()
+    compute = HeadPass._compute_logits
+    monkeypatch.setattr(HeadPass, "_compute_logits", lambda *args: made.append(1) or compute(*args))
+    tensors, labels = make(40, 8, V=16)
+    if with_tokens:
+        with_extra("trained tokens", tensors)
+    extra = of_leaves("trained tokens", tensors) if with_tokens else None
+    scores = token_scores(*tensors[:2], labels, extra=extra, fields=FIELDS)
+    scores.log_prob.square().sum().backward(retain_graph=True)
     assert len(made) == 1
-    scores = token_scores(hidden, weight, labels, fields=FIELDS)
+    assert all(x.grad is not None for x in tensors if x.requires_grad)
     scores.entropy.sum().backward()
-    assert len(made) == 3
+    assert len(made) == 2
 
 
 def test_what_was_not_asked_for_is_none():

@@ -5,12 +5,20 @@ CUDA tensors run on Triton or torch's GEMMs. CPU tensors run on the oracle, or o
 TRITON_INTERPRET=1 is set before the first import. Triton is optional.
 """
 
+from unsloth_pack.kernels.arguments import (
+    ExtraLogits,
+    Gate,
+    InnerSum,
+    LowRank,
+    NestedScales,
+    QKNorm,
+    Scaled,
+    TokenScores,
+)
 from unsloth_pack.kernels.attention import varlen_attention
-from unsloth_pack.kernels.dropout import dropout
+from unsloth_pack.kernels.elementwise import dropout, gated, relu2, xielu
 from unsloth_pack.kernels.gated_lora import gated_lora_, gated_lora_backward_
-from unsloth_pack.kernels.head import ExtraLogits, LabelledRows
-from unsloth_pack.kernels.linear_cross_entropy import linear_cross_entropy
-from unsloth_pack.kernels.mlp import gated, relu2, xielu
+from unsloth_pack.kernels.head import LabelledRows, linear_cross_entropy
 from unsloth_pack.kernels.moe import (
     grouped_mm,
     grouped_outer,
@@ -28,9 +36,8 @@ from unsloth_pack.kernels.quantized import (
     fp8_transposed,
     quantize_rows,
 )
-from unsloth_pack.kernels.reference import Gate, InnerSum, LowRank, NestedScales, QKNorm, Scaled
 from unsloth_pack.kernels.rope import rope_qk
-from unsloth_pack.kernels.token_scores import TokenScores, token_scores
+from unsloth_pack.kernels.token_scores import token_scores
 
 __all__ = [
     "ExtraLogits",

@@ -13,15 +13,26 @@ next ones while it computes, so that both kernels run at the speed of the device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import reference
-from unsloth_pack.kernels.launch import as_rows, floor_power_of_2, jit, multiply, takes_fused_path, tl, triton
-from unsloth_pack.kernels.mlp import check_gated, check_written, product_and_gradients
-from unsloth_pack.kernels.reference import LowRank
+from unsloth_pack.kernels.arguments import LowRank
+from unsloth_pack.kernels.elementwise import check_activation, product_and_gradients
+from unsloth_pack.kernels.launch import (
+    as_rows,
+    check_dtypes,
+    check_shapes,
+    floor_power_of_2,
+    jit,
+    multiply,
+    takes_fused_path,
+    tl,
+    triton,
+)
 
 _MAX_RANKS = 64  # multiplied at a time
 _MAX_SUMMED_RANK = 32  # of a part whose products a program sums in registers
@@ -55,9 +66,7 @@ class _Blocks(NamedTuple):
     def choose(cls, x: Tensor, n_tensors: int, parts: list[_Part]) -> _Blocks:
         """Choose for a kernel that reads `n_tensors` tensors like x and the parts."""
         part_ranks = [part.rank for part in parts if part.rank] or [1]
-        ranks = min(
-            _MAX_RANKS, max(16, triton.next_power_of_2(max(part_ranks)))
-        )  # `tl.dot` takes 16 and more
+        ranks = min(_MAX_RANKS, max(16, triton.next_power_of_2(max(part_ranks))))  # `tl.dot` takes 16 or more
         rows, columns = (16 if ranks <= 32 or len(part_ranks) == 3 else 32), 64
         factors = sum(triton.cdiv(rank, ranks) for rank in part_ranks) * ranks * (rows + columns)
         stage = x.element_size() * (n_tensors * rows * columns + factors)  # bytes loaded ahead for a tile
@@ -92,10 +101,9 @@ def gated_lora_(
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
-    check_gated(gate, up, activation)
-    _check(gate, of_gate, of_up)
+    _check(activation, [of_gate, of_up], gate=gate, up=up)
     if store:
-        check_written(gate.shape, gate=gate, up=up)
+        _check_written(gate=gate, up=up)
     if not takes_fused_path(gate, up):
         return reference.gated_lora_(gate, of_gate, up, of_up, activation, store)
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
@@ -137,10 +145,9 @@ def gated_lora_backward_(
     Raises:
         ValueError: as for `gated_lora_`; or an output has another shape, or other rows than `store` needs.
     """
-    check_gated(gate, up, activation)
-    check_written(gate.shape, g_out=g_out, g_gate=g_gate, g_up=g_up)
     added = [of_g_out, of_gate, of_up]
-    _check(gate, *(part for part in added if part is not None))
+    _check(activation, added, gate=gate, up=up, g_out=g_out, g_gate=g_gate, g_up=g_up)
+    _check_written(g_out=g_out, g_gate=g_gate, g_up=g_up)
     if not takes_fused_path(gate, up):
         return reference.gated_lora_backward_(
             g_out, of_g_out, gate, of_gate, up, of_up, activation, g_gate, g_up
@@ -186,18 +193,22 @@ def _part(low_rank: LowRank | None, like: Tensor) -> _Part:
     return _Part(left, right, float(scale), left.stride(0), right.stride(0), right.stride(1), left.shape[1])
 
 
-def _check(x: Tensor, *parts: LowRank) -> None:
-    """Raise ValueError unless the parts fit x."""
-    if x.dim() != 2:
-        raise ValueError(f"gate is {[*x.shape]}: pass [N, F]")
-    for left, right, _ in parts:
-        if left.dim() != 2 or right.dim() != 2 or (len(left), len(right)) != x.shape:
-            raise ValueError(f"a part of {[*left.shape]} and {[*right.shape]}: pass [N, r] and [F, r]")
-        if left.shape[1] != right.shape[1] or not left.shape[1]:
-            raise ValueError(f"a part has ranks {left.shape[1]} and {right.shape[1]}: pass one, above 0")
-        if not left.dtype == right.dtype == x.dtype or not left.device == right.device == x.device:
-            factors = f"{left.dtype} and {right.dtype} on {left.device} and {right.device}"
-            raise ValueError(f"a part is {factors}: pass {x.dtype} on {x.device}, like gate")
+def _check(activation: str, parts: Sequence[LowRank | None], **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors are all `[N, F]` and the parts fit them."""
+    check_activation(activation)
+    check_shapes(**{name: ("NF", x) for name, x in tensors.items()})
+    check_dtypes(**tensors)
+    gate = tensors["gate"]
+    for left, right, _ in filter(None, parts):
+        check_shapes(gate=("NF", gate), left=("Nr", left), right=("Fr", right))
+        check_dtypes(gate=gate, left=left, right=right)
+
+
+def _check_written(**tensors: Tensor) -> None:
+    """Raise ValueError unless a kernel can write into the tensors: no two rows overlap."""
+    for name, x in tensors.items():
+        if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+            raise ValueError(f"{name} has strides {[*x.stride()]}: pass contiguous rows or a slice of them")
 
 
 # F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. The strides of

@@ -1,8 +1,18 @@
-"""Chunks of logits for the kernels over a language model's head: only rows with a label, one chunk at a time.
+"""Cross-entropy of hidden states through a language model's head, without its T x V logits.
 
-A chunk's logits are one GEMM into a buffer that all chunks share, so the T x V logits of all rows never
-exist. An adapter adds h bᵀ to the logits; trained tokens replace the logits of a few outputs by h. h has few
-columns, so its gradients are computed chunk by chunk, without a gradient of the size of the head's weight.
+For each row x of hidden, l = W x + b, and z = softcap * tanh(scale * l / softcap), or scale * l without one:
+
+    loss = log Σ exp(z) - z[label]
+    gl   = (softmax(z) - onehot(label)) * dz/dl
+    gx   = Wᵀ gl,  gW = Σ gl xᵀ,  gb = Σ gl
+
+Only rows with a label count, and one chunk of them at a time: a chunk's logits are one GEMM into a buffer
+that all chunks share. One kernel reads them, writes the losses and overwrites the logits by gl; one or two
+more GEMMs turn gl into gradients. So the forward pass already computes all gradients, from logits that are
+computed once. The backward pass only scales them: they stay in float32 because they are rounded afterwards.
+
+An adapter adds h bᵀ to the logits; trained tokens replace the logits of a few outputs by h. h has few
+columns, so its gradients need no gradient of the size of the head's weight.
 
 Shapes: T tokens, N of them with a label, L of a chunk, C features, R columns of h, V outputs of the head.
 """
@@ -10,110 +20,30 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, R columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.arguments import ExtraLogits
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
     add_product,
+    check_dtypes,
+    check_shapes,
     floor_power_of_2,
     jit,
     multiply,
+    once_differentiable,
+    takes_fused_path,
     tl,
     triton,
+    wide_dtype,
 )
-
-
-class ExtraLogits(NamedTuple):
-    """Change the logits by h, with either `b` or `outputs`.
-
-    Args:
-        h: `[..., R]`, a row for each of hidden's. Gets a gradient if it requires one.
-        b: `[V, R]`: h bᵀ is added to the logits. Gets a gradient if it requires one, summed in float32.
-        outputs: `[R]` int64, all different: h replaces the logits of these outputs. Weight and bias do not
-            count there and get no gradient from there.
-    """
-
-    h: Tensor
-    b: Tensor | None = None
-    outputs: Tensor | None = None
-
-    def check(self, hidden: Tensor, weight: Tensor) -> None:
-        """Raise ValueError unless they fit the head."""
-        (V, _), R = weight.shape, self.h.shape[-1]
-        if (self.b is None) == (self.outputs is None):
-            raise ValueError("extra has both b and outputs, or neither: pass one of them")
-        if self.h.shape[:-1] != hidden.shape[:-1]:
-            raise ValueError(f"extra.h {[*self.h.shape]}, hidden {[*hidden.shape]}: pass one row a row")
-        if self.b is not None and self.b.shape != (V, R):
-            raise ValueError(f"extra.b {[*self.b.shape]}, extra.h {[*self.h.shape]}: pass [{V}, {R}]")
-        if self.outputs is not None and (self.outputs.shape != (R,) or self.outputs.dtype != torch.int64):
-            shape, dtype = [*self.outputs.shape], self.outputs.dtype
-            raise ValueError(f"extra.outputs {shape} of {dtype}: pass [{R}] of torch.int64")
-        for name, x in zip(self._fields, self, strict=True):
-            if x is not None and x.device != hidden.device:
-                raise ValueError(
-                    f"hidden is on {hidden.device} but extra.{name} on {x.device}: move it there"
-                )
-            if x is not None and name != "outputs" and x.dtype != hidden.dtype:
-                raise ValueError(f"hidden is {hidden.dtype} and extra.{name} {x.dtype}: cast both to one")
-
-
-class ExtraRows:
-    """The labelled rows of one call's `ExtraLogits`, and their gradients.
-
-    Args:
-        h, b, outputs: of `ExtraLogits`; an h of None changes nothing.
-        rows: `[N]`.
-        needed: whether h and b get gradients.
-
-    Attributes:
-        g_h: `[N, R]`, wide, or None where it is not needed.
-        g_b: `[V, R]`, likewise.
-    """
-
-    def __init__(
-        self, h: Tensor | None, b: Tensor | None, outputs: Tensor | None, rows: Tensor, needed: Sequence[bool]
-    ):
-        self.g_h: Tensor | None = None
-        self.g_b: Tensor | None = None
-        self._b, self._outputs = b, outputs
-        if h is None:
-            return
-        self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, rows)
-        wide = torch.promote_types(h.dtype, torch.float32)
-        if needed[0]:
-            self.g_h = torch.empty_like(self._h_NR, dtype=wide)
-        if needed[1] and b is not None:
-            self.g_b = torch.zeros_like(b, dtype=wide)
-
-    def apply_to(self, logits_LV: Tensor, chunk: slice) -> Tensor:
-        """Change a chunk's logits in place and return them."""
-        if self._b is not None:
-            return logits_LV.addmm_(self._h_NR[chunk], self._b.t())
-        if self._outputs is not None:
-            return logits_LV.index_copy_(1, self._outputs, self._h_NR[chunk])
-        return logits_LV
-
-    def collect_gradients(self, g_LV: Tensor, chunk: slice) -> None:
-        """Add up a chunk's gradients of h and b. What stays in g_LV is the head's part."""
-        if self._b is not None:
-            if self.g_h is not None:
-                multiply(g_LV, self._b, self.g_h[chunk])
-            if self.g_b is not None:
-                add_product(g_LV.t(), self._h_NR[chunk], self.g_b)
-        elif self._outputs is not None:
-            if self.g_h is not None:
-                self.g_h[chunk] = g_LV.index_select(1, self._outputs)
-            g_LV.index_fill_(1, self._outputs, 0)
-
 
 IGNORE_INDEX = -100
 
@@ -151,6 +81,177 @@ class LabelledRows:
         return self._order[: self.count]
 
 
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def prepare_head_inputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | LabelledRows,
+    softcap: float | None,
+    extra: ExtraLogits | None,
+) -> tuple[Inputs, LabelledRows]:
+    """Return hidden, weight, bias, h, b and outputs as autocast casts them, and the labelled rows.
+
+    Label values are checked on a CPU only: on a GPU that would wait for the device.
+
+    Raises:
+        ValueError: the arguments do not fit together; InputError for label values.
+    """
+    h, b, outputs = (None, None, None) if extra is None else extra
+    device = hidden.device.type
+    hidden, weight = _as_autocast(hidden, device), _as_autocast(weight, device)
+    bias, h, b = (x if x is None else _as_autocast(x, device) for x in (bias, h, b))
+    labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
+    labels = labelled.labels
+    shapes = dict(hidden=("*C", hidden), weight=("VC", weight), bias=("V", bias), labels=("*", labels))
+    check_shapes(**shapes, h=("*R", h), b=("VR", b), outputs=("R", outputs))
+    check_dtypes(hidden=hidden, weight=weight, bias=bias, h=h, b=b)
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels are {labels.dtype}: cast them to int64")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}: pass a positive one, or None")
+    if labels.device.type == "cpu" and labelled.count:
+        low, high = labels.reshape(-1)[labelled.rows].aminmax()
+        if low < 0 or high >= len(weight):
+            span = f"labels reach from {low} to {high}, the head has {len(weight)} outputs"
+            raise InputError(f"{span}; give smaller ids, or -100 for none")
+    return (hidden, weight, bias, h, b, outputs), labelled
+
+
+def _as_autocast(x: Tensor, device: str) -> Tensor:
+    """Cast x as autocast does for a GEMM, if it is on; float64 stays."""
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
+
+
+class HeadPass:
+    """The labelled rows of one call through the head, chunk by chunk, and gradients of its inputs.
+
+    Args:
+        inputs: hidden, weight, bias, h, b and outputs.
+        rows, labels_N: the rows with a label, and their labels.
+        needed: whether hidden, weight, bias, h and b get gradients.
+
+    Attributes:
+        gradients: of those five, wide, of hidden and h in the labelled rows alone; None if not needed.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        rows: Tensor,
+        labels_N: Tensor,
+        needed: Sequence[bool],
+        scale: float,
+        softcap: float | None,
+    ):
+        hidden, self._weight, self._bias, h, self._b, self._outputs = inputs
+        self._rows, self._labels_N, self._options = rows, labels_N, (scale, softcap)
+        self._hidden_TC = hidden.reshape(-1, hidden.shape[-1])
+        wide, (V, C), N = wide_dtype(hidden), self._weight.shape, len(rows)
+        shapes = [(N, C), (V, C), (V,)]
+        if h is not None:
+            self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, rows)
+            shapes += [(N, h.shape[-1]), (V, h.shape[-1])]
+        self.gradients: list[Tensor | None] = [None] * 5
+        for i, shape in enumerate(shapes):
+            if needed[i]:  # rows are written, the others summed up
+                allocate = hidden.new_empty if i in (0, 3) else hidden.new_zeros
+                self.gradients[i] = allocate(shape, dtype=wide)
+
+    def run(
+        self,
+        turn: Callable[[Tensor, Tensor, slice], None],
+        scores_N: Tensor | None = None,
+        sign: float = 1.0,
+    ) -> None:
+        """Compute each chunk's logits and let `turn` replace them by their gradient.
+
+        Args:
+            turn: called with logits `[L, V]`, labels `[L]` and the chunk.
+            scores_N: written by `turn`, if their sum is what gets the gradient: sign * log-probabilities.
+        """
+        V, most, g_h = (
+            len(self._weight),
+            max_chunk_rows(len(self._weight), self._hidden_TC),
+            self.gradients[3],
+        )
+        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
+        buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V))
+        with torch.autocast(buffer_LV.device.type, enabled=False):
+            for chunk in split_evenly(len(self._rows), most):
+                x_LC, labels_L = self._hidden_TC.index_select(0, self._rows[chunk]), self._labels_N[chunk]
+                logits_LV = self._compute_logits(x_LC, buffer_LV, chunk)
+                label_logits_L1 = None
+                if self._outputs is not None and g_h is not None and scores_N is not None:
+                    label_logits_L1 = logits_LV.gather(1, labels_L.long().clamp(0, V - 1)[:, None])
+                turn(logits_LV, labels_L, chunk)
+                if any(g is not None for g in self.gradients):
+                    self._add_gradients(logits_LV, x_LC, chunk)
+                if label_logits_L1 is not None and g_h is not None and scores_N is not None:
+                    log_probs_L1 = sign * scores_N[chunk, None]
+                    g_h[chunk] = sign * self._gradient_of_outputs(label_logits_L1, log_probs_L1, chunk)
+
+    def _compute_logits(self, x_LC: Tensor, buffer_LV: Tensor, chunk: slice) -> Tensor:
+        """Compute logits `[L, V]` into the first rows of the buffer."""
+        logits_LV = buffer_LV[: len(x_LC)]
+        if self._bias is None:
+            torch.mm(x_LC, self._weight.t(), out=logits_LV)
+        else:
+            torch.addmm(self._bias, x_LC, self._weight.t(), out=logits_LV)
+        if self._b is not None:
+            return logits_LV.addmm_(self._h_NR[chunk], self._b.t())
+        if self._outputs is not None:
+            return logits_LV.index_copy_(1, self._outputs, self._h_NR[chunk])
+        return logits_LV
+
+    def _add_gradients(self, g_LV: Tensor, x_LC: Tensor, chunk: slice) -> None:
+        g_hidden, g_weight, g_bias, g_h, g_b = self.gradients
+        if self._b is not None:
+            if g_h is not None:
+                multiply(g_LV, self._b, g_h[chunk])
+            if g_b is not None:
+                add_product(g_LV.t(), self._h_NR[chunk], g_b)
+        elif self._outputs is not None:
+            if g_h is not None:
+                g_h[chunk] = g_LV.index_select(1, self._outputs)
+            g_LV.index_fill_(1, self._outputs, 0)
+        if g_hidden is not None:
+            multiply(g_LV, self._weight, g_hidden[chunk])
+        if g_weight is not None:
+            add_product(g_LV.t(), x_LC, g_weight)
+        if g_bias is not None:
+            g_bias += g_LV.sum(0, dtype=g_bias.dtype)
+
+    def _gradient_of_outputs(self, label_logits_L1: Tensor, log_probs_L1: Tensor, chunk: slice) -> Tensor:
+        """Compute d log_prob / dh; that in the logits' dtype would be rounded again once it is weighed."""
+        assert self._outputs is not None
+        z_label_L1, _ = scale_and_cap(label_logits_L1, *self._options)
+        z_LR, slope_LR = scale_and_cap(self._h_NR[chunk].clone(), *self._options)
+        is_label_LR = torch.eq(self._labels_N[chunk, None], self._outputs)
+        return (is_label_LR.to(z_LR.dtype) - (z_LR - z_label_L1 + log_probs_L1).exp()) * slope_LR
+
+
+def spread_gradients(
+    gradients: Sequence[Tensor | None], rows: Tensor, shape: Sequence[int]
+) -> list[Tensor | None]:
+    """Put those of hidden and h back to their tokens, `[*shape, X]`; 0 in rows without a label."""
+    spread = list(gradients)
+    for i in (0, 3):
+        if (x_NX := spread[i]) is not None:
+            width = x_NX.shape[-1]
+            total = x_NX.new_zeros((math.prod(shape), width))
+            spread[i] = total.index_copy_(0, rows, x_NX).view(*shape, width)
+    return spread
+
+
+def scale_rounded_once(x: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Compute x * factor in `dtype`. x stays: the backward may run again."""
+    return None if x is None else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
 def max_chunk_rows(V: int, like: Tensor) -> int:
     """Return the rows of logits that fit into the budget."""
     fit = _CHUNK_BYTES // (V * like.element_size())
@@ -164,50 +265,9 @@ def split_evenly(N: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
-def prepare_head_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor | LabelledRows,
-    softcap: float | None,
-    extra: ExtraLogits | None,
-) -> tuple[Tensor, Tensor, Tensor | None, ExtraLogits | None, LabelledRows]:
-    """Check hidden, weight, bias, extra and labels, and cast them as autocast does."""
-    device = hidden.device.type
-    hidden, weight = _as_autocast(hidden, device), _as_autocast(weight, device)
-    bias = None if bias is None else _as_autocast(bias, device)
-    labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
-    check_head(hidden, weight, labelled, bias, softcap)
-    if extra is not None:
-        own_b = None if extra.b is None else _as_autocast(extra.b, device)
-        extra = extra._replace(h=_as_autocast(extra.h, device), b=own_b)
-        extra.check(hidden, weight)
-    return hidden, weight, bias, extra, labelled
-
-
-def _as_autocast(x: Tensor, device: str) -> Tensor:
-    """Cast x as autocast does for a GEMM, if it is on; float64 stays."""
-    casts = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device)) if casts else x
-
-
-def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_LV: Tensor) -> Tensor:
-    """Compute logits `[L, V]` into the first rows of the buffer."""
-    logits_LV = buffer_LV[: len(x_LC)]
-    if bias is None:
-        return torch.mm(x_LC, weight.t(), out=logits_LV)
-    return torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
-
-
-def scatter_rows(x_NX: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `[*shape, X]` with 0 in the rows without a label."""
-    X = x_NX.shape[-1]
-    return x_NX.new_zeros((math.prod(shape), X)).index_copy_(0, rows, x_NX).view(*shape, X)
-
-
 def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
     """Return z in float32 or better, and dz/dl, in plain torch. Logits of that dtype are overwritten."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+    z = logits.to(wide_dtype(logits)).mul_(scale)
     if softcap is None:
         return z, scale
     z.div_(softcap).tanh_()
@@ -215,41 +275,140 @@ def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> tuple[
     return z.mul_(softcap), slope
 
 
-def block_and_warps(V: int) -> tuple[int, int]:
-    """Choose the logits that a program holds at a time, and its warps."""
-    block = min(_BLOCK, triton.next_power_of_2(V))
-    return block, min(MAX_WARPS, floor_power_of_2(block // (32 * PER_THREAD)))
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor | LabelledRows,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    extra: ExtraLogits | None = None,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """Compute the mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias).
 
+    Args:
+        hidden: `[..., C]`, any strides; bfloat16, float16, float32 or float64. Under autocast it, weight and
+            bias are cast as `torch.nn.functional.linear` casts them.
+        weight: `[V, C]`, of hidden's dtype. Gets a gradient if it requires one, summed in float32.
+        labels: `[...]` int32 or int64 in [0, V), or -100 for none; already shifted: row i's label is
+            labels[i]. An earlier `LabelledRows` costs no wait, and may use another number for none.
+        bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
+        softcap: logits become softcap * tanh(logits / softcap), after the scale.
+        extra: changes hidden Wᵀ + bias.
+        num_items: the divisor of the sum of losses; None for the number of labels.
 
-def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Tensor | None, softcap) -> None:
-    """Raise ValueError (InputError for labels) unless the arguments fit together.
+    Returns:
+        The loss `[]` in float32 (float64 for float64). Without labels and num_items: NaN with zero gradients,
+        as in `torch.nn.functional.cross_entropy`. At most 2²⁸ bytes of logits exist at a time, or 1,024 rows
+        if that is more.
 
-    Label values are checked on a CPU only: on a GPU that would wait for the device.
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU those
+            make the loss NaN instead: a check would wait for the device.
+
+    Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", whose linear
+    cross-entropy also chunks rows and computes gradients in the forward pass.
     """
-    labels = labelled.labels
-    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel():
-        raise ValueError(f"hidden {[*hidden.shape]} and weight {[*weight.shape]}: pass [.., C] and [V, C]")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {[*labels.shape]}, hidden {[*hidden.shape]}: pass one label a row")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {[*bias.shape]}, weight {[*weight.shape]}: pass one number an output")
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels are {labels.dtype}: cast them to int64")
-    for name, x in (("weight", weight), ("bias", bias)):
-        if x is not None and (x.dtype != hidden.dtype or not x.is_floating_point()):
-            raise ValueError(
-                f"hidden is {hidden.dtype} and {name} {x.dtype}: cast both to one floating dtype"
-            )
-    for name, x in (("weight", weight), ("bias", bias), ("labels", labels)):
-        if x is not None and x.device != hidden.device:
-            raise ValueError(f"hidden is on {hidden.device} but {name} on {x.device}: move it there")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}: pass a positive one, or None")
-    if labels.device.type == "cpu" and labelled.count:
-        low, high = labels.reshape(-1)[labelled.rows].aminmax()
-        if low < 0 or high >= len(weight):
-            span = f"labels reach from {low} to {high}, the head has {len(weight)} outputs"
-            raise InputError(f"{span}; give smaller ids, or -100 for none")
+    inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
+    total = _LinearCrossEntropy.apply(*inputs, labelled, scale, softcap, torch.is_grad_enabled())
+    if num_items is None:
+        return total / labelled.count
+    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Compute the sum of the losses."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, scale, softcap, with_grad):
+        N, rows = labelled.count, labelled.rows
+        labels_N = labelled.labels.reshape(-1).index_select(0, rows)
+        losses_N = hidden.new_empty(N, dtype=wide_dtype(hidden))
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
+        inputs = (hidden, weight, bias, h, b, outputs)
+        head = HeadPass(inputs, rows, labels_N, needed, scale, softcap)
+
+        def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
+            _cross_entropy(logits_LV, labels_L, losses_N[chunk], scale, softcap, any(needed))
+
+        head.run(turn, losses_N, sign=-1.0)
+        ctx.save_for_backward(rows, *head.gradients)
+        ctx.shape, ctx.dtype = hidden.shape[:-1], hidden.dtype
+        return losses_N.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        rows, *gradients = ctx.saved_tensors
+        if not len(rows):
+            g = torch.zeros_like(g)  # infinite for the mean over no row
+        gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
+        return *spread_gradients(gradients, rows, ctx.shape), None, None, None, None, None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad) -> None:
+    """Write losses `[L]` of logits `[L, V]`. In place, with_grad: logits -> d(sum of losses) / d(logits)."""
+    if not takes_fused_path(logits, logits):
+        _plain_cross_entropy(logits, labels, losses, scale, softcap, with_grad)
+        return
+    L, V = logits.shape
+    BLOCK = min(_BLOCK, triton.next_power_of_2(V))
+    num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK // (32 * PER_THREAD)))
+    with torch.cuda.device_of(logits):
+        _cross_entropy_kernel[(L,)](
+            *(logits, labels, losses, float(scale), float(softcap or 1), V),
+            *(softcap is not None, with_grad, BLOCK),
+            num_warps=num_warps,
+        )
+
+
+def _plain_cross_entropy(
+    logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad
+) -> None:
+    """Do the same in plain torch."""
+    labels = labels.long()[:, None]
+    z, slope = scale_and_cap(logits, scale, softcap)
+    log_p = z.log_softmax(-1)
+    losses.copy_(log_p.gather(1, labels)[:, 0].neg_())
+    if with_grad:
+        p = log_p.exp_()
+        p.scatter_add_(1, labels, p.new_full((), -1).expand_as(labels))
+        logits.copy_(p.mul_(slope))
+
+
+# V is specialised: Triton must know that 16 divides it for 16-byte accesses.
+@jit
+def _cross_entropy_kernel(
+    logits, labels, losses, scale, softcap, V,
+    CAPPED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write losses `[L]`; WITH_GRAD logits `[L, V]` become their gradient. Grid: L."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * V
+    label = tl.load(labels + row).to(tl.int64)
+    is_valid = (label >= 0) & (label < V)
+    x_label = tl.load(start + label, mask=is_valid, other=float("nan")).to(tl.float32)
+    peak = -3e38  # finite: a row may begin with a block of -inf
+    total = 0.0
+    for first in range(0, V, BLOCK):
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
+        z_B = tl.where(mask_B, z_B, float("-inf"))
+        higher = tl.maximum(peak, tl.max(z_B))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z_B - higher))
+        peak = higher
+    z_label, _ = logit_and_slope(x_label, scale, softcap, CAPPED)
+    tl.store(losses + row, tl.log(total) - (z_label - peak))
+    if WITH_GRAD:
+        per_total = tl.div_rn(1.0, total)
+        for first in range(0, V, BLOCK):
+            x_B, mask_B = load_block(start, first, V, BLOCK)
+            z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
+            column_B = first + tl.arange(0, BLOCK)
+            g_B = tl.exp(z_B - peak) * per_total - tl.where(column_B == label, 1.0, 0.0)
+            tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
 
 
 @jit

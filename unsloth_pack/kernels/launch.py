@@ -145,6 +145,44 @@ def takes_fused_path(x: Tensor, other: Tensor) -> bool:
     return x.is_cuda or INTERPRETED
 
 
+def check_shapes(**tensors: tuple[str, Tensor | None]) -> None:
+    """Raise ValueError unless every letter means one size, and all tensors are on one device.
+
+    Args:
+        tensors: by name, their dims and the tensor, such as `x=("NC", x)`; None fits. A first `*` (or `+`)
+            stands for any dims, the same for all.
+    """
+    sizes: dict[str, object] = {}
+    device = None
+    for name, (dims, x) in tensors.items():
+        if x is None:
+            continue
+        shape: tuple[object, ...] = x.shape
+        if dims[0] in "*+":
+            n_before = len(shape) - len(dims) + 1
+            shape = (shape[: max(0, n_before)], *shape[n_before:]) if n_before >= 0 else ()
+        if len(shape) != len(dims) or any(sizes.get(d, n) != n for d, n in zip(dims, shape, strict=True)):
+            known = ", ".join(f"{d} = {sizes[d]}" for d in dims if d in sizes)
+            raise ValueError(f"{name} is {[*x.shape]}: pass [{', '.join(dims)}]{known and f' of {known}'}")
+        sizes.update(zip(dims, shape, strict=True))
+        device = device or x.device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}: move it to {device}")
+
+
+def check_dtypes(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are of one floating dtype."""
+    dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
+    if len({*dtypes.values()}) > 1 or not all(dtype.is_floating_point for dtype in dtypes.values()):
+        listed = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"{listed}: cast all to one floating dtype")
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """View `[..., C]` as rows with a contiguous last dim; return them and their stride.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import reference
-from unsloth_pack.kernels.launch import jit, takes_fused_path, tl, triton
-from unsloth_pack.kernels.mlp import check_gated, product_and_gradients
-from unsloth_pack.kernels.reference import Gate, InnerSum, Scaled
+from unsloth_pack.kernels.arguments import Gate, InnerSum, Scaled
+from unsloth_pack.kernels.elementwise import check_activation, product_and_gradients
+from unsloth_pack.kernels.launch import check_shapes, jit, takes_fused_path, tl, triton
 
 _BLOCK = 1024  # columns of a row that a program takes at a time
 _WARPS = 4
@@ -78,29 +78,24 @@ def routed_gate_backward_(
     Raises:
         ValueError: as for `routed_gate_`.
     """
-    _check(inner, weight, gate)
-    S, F = len(inner.base), inner.base.shape[1] // 2
     more, scale = (None, 0.0) if of_g_out is None else of_g_out
-    for x, shape in ((g_out, (S, F)), (more, (S, F)), (g_inner, (S, 2 * F))):
-        if x is not None and (x.shape != shape or not x.is_contiguous()):
-            raise ValueError(f"a gradient is {[*x.shape]}, strides {x.stride()}: pass contiguous {[*shape]}")
+    _check(inner, weight, gate, g_out=g_out, of_g_out=more, g_inner=g_inner)
+    S, F = g_out.shape
     if not takes_fused_path(inner.base, weight):
         return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
     g_weight = torch.empty(S, dtype=torch.float32, device=g_out.device)
     with torch.cuda.device_of(g_out):
         _routed_gate_backward_kernel[(S,)](
+            *(g_out, more, scale, *_get_inner_arguments(inner), weight, weight.stride(0)),
             *(
-                g_out,
-                more,
-                scale,
-                *_get_inner_arguments(inner),
-                weight,
-                weight.stride(0),
                 g_inner,
                 g_weight,
                 F,
+                *_get_gate_arguments(gate),
+                gate.activation,
+                gate.interleaved,
+                _choose_block(F),
             ),
-            *(*_get_gate_arguments(gate), gate.activation, gate.interleaved, _choose_block(F)),
             num_warps=_WARPS,
         )
     return g_weight
@@ -150,25 +145,24 @@ def _get_gate_arguments(gate: Gate) -> tuple[float, float, float]:
     return gate.alpha, float("inf") if gate.limit is None else gate.limit, gate.offset
 
 
-def _check(inner: InnerSum, weight: Tensor, gate: Gate) -> None:
+def _check(inner: InnerSum, weight: Tensor, gate: Gate, **gradients: Tensor | None) -> None:
     """Raise ValueError unless the arguments fit together."""
-    base, low_rank, bias, expert = inner
-    if base.dim() != 2 or base.shape[1] % 2:
-        raise ValueError(f"gate and up are {[*base.shape]}: pass [S, 2F]")
-    check_gated(base, base, gate.activation)
+    check_activation(gate.activation)
     if gate.alpha != 1 and gate.activation != "silu":
         raise ValueError(f"alpha is {gate.alpha} with {gate.activation}: it is for silu alone")
-    if low_rank is not None and low_rank.values.shape != base.shape:
-        raise ValueError(f"the low-rank part is {[*low_rank.values.shape]}: pass {[*base.shape]}, as of base")
+    base, low_rank, bias, expert = inner
     if (bias is None) != (expert is None):
         raise ValueError("bias or expert is missing: pass both or neither")
-    if bias is not None and bias.shape[-1] != base.shape[1]:
-        raise ValueError(f"bias is {[*bias.shape]}: pass [E, {base.shape[1]}]")
-    if weight.shape != base.shape[:1]:
-        raise ValueError(f"weight is {[*weight.shape]}: pass {[len(base)]}, one for each row")
-    tensors = (base, None if low_rank is None else low_rank.values, bias)
-    if not all(x is None or x.is_contiguous() for x in tensors):
-        raise ValueError("gate and up are not contiguous: call contiguous() on every part")
+    tensors = {"base": base, "low_rank": low_rank and low_rank.values, "bias": bias, **gradients}
+    dims = {"bias": "EG", "g_out": "SF", "of_g_out": "SF"}  # G = 2F columns of gate and up
+    check_shapes(
+        **{name: (dims.get(name, "SG"), x) for name, x in tensors.items()},
+        weight=("S", weight),
+        expert=("S", expert),
+    )
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} has strides {[*x.stride()]}: pass a contiguous one")
 
 
 # F and C are specialised: Triton must know that 16 divides them for 16-byte accesses.

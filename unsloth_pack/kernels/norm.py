@@ -24,6 +24,7 @@ from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
     as_rows,
+    check_shapes,
     floor_power_of_2,
     jit,
     once_differentiable,
@@ -53,14 +54,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         dtype with offset 0; with a float32 weight the wider one is more exact.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together.
+        ValueError: shapes or devices do not fit together.
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
-    _check(x, weight, eps)
-    if not takes_fused_path(x, weight):
-        return reference.rms_norm(x, weight, eps, offset)
-    return _RMSNorm.apply(x, weight.contiguous(), eps, offset)
+    return add_rms_norm(x, None, weight, eps, offset)[1]
 
 
 def add_rms_norm(
@@ -79,29 +77,10 @@ def add_rms_norm(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
     """
-    _check(x, weight, eps)
-    if added is not None and (added.shape != x.shape or added.device != x.device):
-        shapes = f"added is {[*added.shape]} on {added.device} and x is {[*x.shape]} on {x.device}"
-        raise ValueError(f"{shapes}: pass two alike")
+    check_shapes(x=("*C", x), added=("*C", added), weight=("C", weight))
     if not takes_fused_path(x, weight) or not (added is None or takes_fused_path(added, weight)):
         return reference.add_rms_norm(x, added, weight, eps, offset)
     return _AddRMSNorm.apply(x, added, weight.contiguous(), eps, offset)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps: float, offset: float):
-        ctx.save_for_backward(x, weight)
-        ctx.eps_and_offset = eps, offset
-        return _norm(x, None, weight, eps, offset)[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g_out):
-        x, weight = ctx.saved_tensors
-        eps, offset = ctx.eps_and_offset
-        gx, g_weight = _norm_backward(g_out, x, weight, eps, offset, ctx.needs_input_grad[1])
-        return gx, g_weight, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -136,8 +115,7 @@ def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: f
     dtype = x.dtype if total is None else total.dtype
     C = x.shape[-1]
     R = x.numel() // C
-    promoted = offset == 0 and weight.dtype != dtype
-    out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype) if promoted else dtype)
+    out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype) if offset == 0 else dtype)
     BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 1)
     with torch.cuda.device_of(x):
         _norm_kernel[(-(-R // BLOCK_R),)](
@@ -184,19 +162,6 @@ def _choose_blocks(C: int, tiles: int) -> tuple[int, int, int]:
     BLOCK_R = floor_power_of_2(_TILE // (tiles * BLOCK_C))
     num_warps = min(MAX_WARPS, floor_power_of_2(tiles * BLOCK_R * BLOCK_C // (32 * PER_THREAD)))
     return BLOCK_R, BLOCK_C, num_warps
-
-
-def _check(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit together."""
-    if weight.dim() != 1 or x.shape[-1:] != weight.shape or not weight.shape[0]:
-        shapes = f"x {[*x.shape]} needs a weight of its last dim, not {[*weight.shape]}"
-        raise ValueError(f"{shapes}: pass x [.., C] and weight [C]")
-    if not x.is_floating_point() or not weight.is_floating_point():
-        raise ValueError(f"x is {x.dtype} and weight is {weight.dtype}: cast both to a floating dtype")
-    if weight.device != x.device:
-        raise ValueError(f"x is on {x.device} but weight on {weight.device}: move it there")
-    if eps <= 0:
-        raise ValueError(f"eps is {eps}: pass a positive one, such as 1e-6")
 
 
 @jit(do_not_specialize=["R"])

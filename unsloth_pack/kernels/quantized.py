@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.arguments import NestedScales
 from unsloth_pack.kernels.launch import (
     FUSED_DTYPES,
     PER_THREAD,
@@ -32,7 +33,6 @@ from unsloth_pack.kernels.launch import (
     tl,
     triton,
 )
-from unsloth_pack.kernels.reference import NestedScales
 
 _ELEMENTS = 4096  # of a program that dequantises
 _MAX_COLUMNS = 512  # of a program that dequantises

@@ -8,94 +8,37 @@ rotated dims.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unsloth_pack.kernels.head import ExtraLogits
-
-
-class Scaled(NamedTuple):
-    """A matrix and its factor."""
-
-    values: Tensor
-    scale: float
-
-
-class Gate(NamedTuple):
-    """The product of gate and up: act(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
-
-    Args:
-        activation: as for `gated`.
-        alpha: act is x * σ(alpha x); 1 for SiLU. Any other only with "silu".
-        limit: of gate from above, and of up from both sides; None for none.
-        offset: added to up.
-        interleaved: gate and up alternate among the columns; otherwise gate comes first.
-    """
-
-    activation: str
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
-    interleaved: bool = False
-
-    def halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate and up `[.., F]` of `[.., 2F]`, as views."""
-        if self.interleaved:
-            return gate_up[..., ::2], gate_up[..., 1::2]
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gate, up
-
-    def product(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute the product with autograd."""
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        x = self.alpha * gate
-        acted = F.silu(x) if self.activation == "silu" else F.gelu(x, approximate="tanh")
-        return acted / self.alpha * (up + self.offset)
-
-
-class InnerSum(NamedTuple):
-    """The outputs of gate and up in parts: base + scale * low_rank + bias[expert], rounded once.
-
-    Args:
-        base: `[S, 2F]`.
-        low_rank: `[S, 2F]` and its scale, or None.
-        bias: `[E, 2F]`, or None.
-        expert: `[S]` integers, the expert of each row. None without a bias.
-    """
-
-    base: Tensor
-    low_rank: Scaled | None = None
-    bias: Tensor | None = None
-    expert: Tensor | None = None
-
-    def total(self) -> Tensor:
-        """Return the sum `[S, 2F]` in the dtype of `base`."""
-        wide = self.base.to(_wide(self.base), copy=True)
-        if self.low_rank is not None:
-            wide += self.low_rank.scale * self.low_rank.values
-        if self.bias is not None:
-            assert self.expert is not None
-            wide += self.bias[self.expert.long()]
-        return wide.to(self.base.dtype)
+from unsloth_pack.kernels.arguments import (
+    ExtraLogits,
+    Field,
+    Gate,
+    InnerSum,
+    LowRank,
+    NestedScales,
+    QKNorm,
+    Scaled,
+    TokenScores,
+)
+from unsloth_pack.kernels.launch import wide_dtype
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
     total = inner.total()
     if keep:
         inner.base.copy_(total)
-    product = gate.product(*gate.halves(total.to(_wide(total))))
+    product = gate.product(*gate.halves(total.to(wide_dtype(total))))
     return (weight[:, None] * product).to(total.dtype)
 
 
 def routed_gate_backward_(
     g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
 ) -> Tensor:
-    total = inner.total().to(_wide(g_out)).requires_grad_()
+    total = inner.total().to(wide_dtype(g_out)).requires_grad_()
     g = g_out.to(total.dtype)
     if of_g_out is not None:
         g = g + of_g_out.scale * of_g_out.values
@@ -112,7 +55,7 @@ def routed_gate_backward_(
 
 def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
     first = parts[0].values
-    total = first.new_zeros(len(places), first.shape[1], dtype=_wide(first))
+    total = first.new_zeros(len(places), first.shape[1], dtype=wide_dtype(first))
     for column in places.t():
         for values, scale in parts:
             total += scale * values[column].to(total.dtype)
@@ -142,23 +85,6 @@ def _list_groups(ends_E: Tensor) -> list[tuple[int, slice]]:
     return [(group, slice(start, end)) for group, (start, end) in enumerate(bounds) if start < end]
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-class LowRank(NamedTuple):
-    """A matrix `[N, F]` of low rank: scale * left rightᵀ.
-
-    Args:
-        left: `[N, r]`.
-        right: `[F, r]`, any strides.
-    """
-
-    left: Tensor
-    right: Tensor
-    scale: float = 1.0
-
-
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Compute act(gate) * up, where act is "silu" or "gelu_tanh"."""
     promoted = torch.promote_types(gate.dtype, up.dtype)
@@ -170,12 +96,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def relu2(x: Tensor) -> Tensor:
     """Compute max(x, 0)²."""
-    return F.relu(x.to(_wide(x))).square().to(x.dtype)
+    return F.relu(x.to(wide_dtype(x))).square().to(x.dtype)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
     """Compute xIELU."""
-    wide = x.to(_wide(x))
+    wide = x.to(wide_dtype(x))
     beta, eps = beta.detach().to(wide.dtype), eps.detach().to(wide.dtype)
     above = F.softplus(alpha_p.to(wide.dtype)) * wide.square()
     below = (beta + F.softplus(alpha_n.to(wide.dtype))) * (torch.minimum(wide, eps).expm1() - wide)
@@ -205,7 +131,7 @@ def gated_lora_backward_(
     g_up: Tensor,
 ) -> list[Tensor | None]:
     """Write the sums' gradients to g_gate and g_up, the product to g_out; return products with lefts."""
-    wide = _wide(gate)
+    wide = wide_dtype(gate)
     x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
     with torch.enable_grad():
         product = gated(x, u, activation)
@@ -220,50 +146,11 @@ def gated_lora_backward_(
 
 def _sum(x: Tensor, part: LowRank | None) -> Tensor:
     """Add the part to x, in float32 or wider."""
-    wide = x.detach().to(_wide(x), copy=True)
+    wide = x.detach().to(wide_dtype(x), copy=True)
     if part is None:
         return wide
     left, right = part.left.to(wide.dtype), part.right.to(wide.dtype)
     return wide.addmm_(left, right.t(), alpha=part.scale)
-
-
-Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
-
-
-class TokenScores(NamedTuple):
-    """Scores in the shape of the labels; 0 (False) without a label, None if not in `fields`.
-
-    Args:
-        log_prob: of the label; float32 (float64 for float64), differentiable.
-        entropy: of the distribution over the V outputs, in nats; likewise.
-        is_top1: True if the label has the first greatest logit.
-        mean_logit: over the V outputs; without gradient.
-        log_sum_sq_probs: the logarithm of the sum of squared probabilities; without gradient.
-    """
-
-    log_prob: Tensor
-    entropy: Tensor | None = None
-    is_top1: Tensor | None = None
-    mean_logit: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class QKNorm:
-    """RMSNorm of q and k before the rotation: x / sqrt(mean(x²) + eps) * (offset + weight).
-
-    q_weight, k_weight: `[D]`, shared by the heads, or `[H * D]` when flat. Any float dtype, trained or not.
-    offset: 0 for a weight that starts at one (qwen3), 1 for one that starts at zero (gemma3).
-    flat: the mean runs over all heads of a token together (olmo2), not over each head's D.
-
-    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
-    """
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-    offset: float = 0.0
-    flat: bool = False
 
 
 def rope_qk(
@@ -290,7 +177,7 @@ def rope_qk(
     else:
         cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # [B, H, T, D]: the head is axis -3
 
-    wide = _wide(q)
+    wide = wide_dtype(q)
     q_wide, k_wide, cos, sin = q.to(wide), k.to(wide), cos.to(wide), sin.to(wide)
     if qk_norm is not None:
         q_wide = _rms_norm(q_wide, qk_norm.q_weight, qk_norm)
@@ -335,24 +222,6 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps, offset)
 
 
-class NestedScales(NamedTuple):
-    """Scales of n blocks in eight bits: code[values] * scale + offset.
-
-    Args:
-        values: `[n]` uint8.
-        code: `[256]` float32.
-        scale: float32, one for each group of values.
-        offset: `[]` float32.
-        group: values of a group; the last group may have fewer.
-    """
-
-    values: Tensor
-    code: Tensor
-    scale: Tensor
-    offset: Tensor
-    group: int
-
-
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -367,7 +236,7 @@ def varlen_attention(
     """Attend causally within each segment."""
     lengths = cu_seqlens.diff().tolist()
     group = q.shape[1] // k.shape[1]
-    wide = _wide(q)
+    wide = wide_dtype(q)
     outs = []
     for q_LHD, k_LKD, v_LKD in zip(*(x.to(wide).split(lengths) for x in (q, k, v)), strict=True):
         k_LHD, v_LHD = (x.repeat_interleave(group, dim=1) for x in (k_LKD, v_LKD))
@@ -393,7 +262,7 @@ def _logits(
     scale: float,
     extra: ExtraLogits | None,
 ) -> Tensor:
-    wide = _wide(hidden)
+    wide = wide_dtype(hidden)
     logits = F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if extra is not None and extra.b is not None:
         logits = logits + extra.h.to(wide) @ extra.b.to(wide).t()
@@ -495,7 +364,7 @@ def fp8_linear_backward(
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
     """Drop elements with probability p and scale the others by 1 / (1 - p)."""
-    (n_rows, n_columns), wide = x.shape, _wide(x)
+    (n_rows, n_columns), wide = x.shape, wide_dtype(x)
     counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]
     words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.arguments import QKNorm
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
+    check_dtypes,
+    check_shapes,
     floor_power_of_2,
     jit,
     once_differentiable,
@@ -32,7 +35,6 @@ from unsloth_pack.kernels.launch import (
     tl,
     triton,
 )
-from unsloth_pack.kernels.reference import QKNorm
 
 _jit = jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengths
 
@@ -284,9 +286,7 @@ def rope_qk(
 
     Source: Su et al. 2021 (RoFormer), eq. 34; Zhang & Sennrich 2019 (RMSNorm), eq. 4.
     """
-    _check(q, k, cos, sin, position_ids)
-    if qk_norm is not None:
-        _check_norm(qk_norm, q, k)
+    _check(q, k, cos, sin, position_ids, qk_norm)
     if not takes_fused_path(q, k):
         tables = cos.detach(), sin.detach()
         return reference.rope_qk(q, k, *tables, position_ids, qk_norm=qk_norm, interleaved=interleaved)
@@ -303,35 +303,34 @@ class _RopeQK(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None, interleaved):
         q_and_k = (None, None) if norm is None else (q, k)
         ctx.save_for_backward(*q_and_k, cos, sin, position_ids, q_weight, k_weight)
-        ctx.norm, ctx.interleaved = norm, interleaved
-        return _rotate_qk(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved=interleaved)
+        ctx.options = norm, interleaved
+        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gq_out, gk_out):
         q, k, cos, sin, position_ids, q_weight, k_weight = ctx.saved_tensors
-        if ctx.norm is None:
-            tensors = (gq_out, gk_out, cos, sin, position_ids)
-            gq, gk = _rotate_qk(*tensors, interleaved=ctx.interleaved, inverse=True)
+        norm, interleaved = ctx.options
+        if norm is None:
+            tables = cos, sin, position_ids, None, None
+            gq, gk = _turn(gq_out, gk_out, *tables, norm, interleaved, -1.0)
             return gq, gk, None, None, None, None, None, None, None
-        gq, gk, gq_weight, gk_weight = _norm_backward(
-            gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, ctx.norm,
-            interleaved=ctx.interleaved, weight_grads=any(ctx.needs_input_grad[5:7]),
+        gq, gk, *g_weights = _norm_backward(
+            gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved,
+            any(ctx.needs_input_grad[5:7]),
         )  # fmt: skip
-        return gq, gk, None, None, None, gq_weight, gk_weight, None, None
+        return gq, gk, None, None, None, *g_weights, None, None
 
 
-def _rotate_qk(
-    q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None, *, interleaved, inverse=False
-):
+def _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, direction):
+    """Return q and k normed, unless norm is None, and rotated by θ * direction."""
     N, T, HQ, HK, D = _get_sizes(q, k)
     q_out, k_out = _empty_like(q), _empty_like(k)
     eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
     blocks = _choose_blocks(HQ, HK, D, 1)
     with torch.cuda.device_of(q):
         turn_kernel[(-(-N // blocks["BLOCK_T"]),)](
-            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
-            eps, offset, -1.0 if inverse else 1.0,
+            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight, eps, offset, direction,
             N, T, *_get_strides(q), *_get_strides(k), *_get_table_strides(cos, position_ids),
             HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
         )  # fmt: skip
@@ -339,33 +338,30 @@ def _rotate_qk(
 
 
 def _norm_backward(
-    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm, *,
-    interleaved: bool, weight_grads: bool,
-):  # fmt: skip
+    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, weight_grads
+):
     """Return the gradients of q, k and, with weight_grads (else None), of the norm's weights."""
     N, T, HQ, HK, D = _get_sizes(q, k)
     gq, gk = _empty_like(q), _empty_like(k)
     blocks = _choose_blocks(HQ, HK, D, 3 if weight_grads else 2)
     programs, STEPS = -(-N // blocks["BLOCK_T"]), 1
-    q_partial = k_partial = None
+    weights, partials = (q_weight, k_weight), [None, None]
     if weight_grads:
         STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
         programs = -(-programs // STEPS)
         # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
-        q_partial = q_weight.new_empty((programs, q_weight.shape[0]), dtype=torch.float32)
-        k_partial = k_weight.new_empty((programs, k_weight.shape[0]), dtype=torch.float32)
+        partials = [w.new_empty((programs, len(w)), dtype=torch.float32) for w in weights]
     with torch.cuda.device_of(q):
         norm_backward_kernel[(programs,)](
-            gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, q_partial, k_partial,
-            norm.eps, norm.offset,
-            N, T, *_get_strides(gq_out), *_get_strides(gk_out), *_get_strides(q), *_get_strides(k),
+            gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, *partials,
+            norm.eps, norm.offset, N, T,
+            *(stride for x in (gq_out, gk_out, q, k) for stride in _get_strides(x)),
             *_get_table_strides(cos, position_ids),
             HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
             **blocks,
         )  # fmt: skip
-    if q_partial is None or k_partial is None:
-        return gq, gk, None, None
-    return gq, gk, q_partial.sum(0).to(q_weight.dtype), k_partial.sum(0).to(k_weight.dtype)
+    grads = (x if x is None else x.sum(0).to(w.dtype) for x, w in zip(partials, weights, strict=True))
+    return gq, gk, *grads
 
 
 def _get_sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
@@ -415,45 +411,33 @@ def _choose_blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
     return {**sizes, "num_warps": num_warps}
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, norm: QKNorm | None
+) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit together."""
-    q_shape, k_shape, table_shape, rank = q.shape, k.shape, cos.shape, q.dim()
-    shapes = f"q {[*q_shape]} and k {[*k_shape]}"
-    if rank not in (3, 4) or k.dim() != rank:
-        raise ValueError(f"{shapes} must both be [T, H, D] or [B, H, T, D]: reshape them")
-    if q_shape[0] != k_shape[0] or q_shape[2:] != k_shape[2:]:
-        raise ValueError(f"{shapes} may differ in heads (axis 1) only: pass both of one row")
-    if q.dtype != k.dtype or not q.is_floating_point():
-        raise ValueError(f"q is {q.dtype} and k is {k.dtype}: cast both to one floating dtype")
-    if table_shape != sin.shape or len(table_shape) < 2:
-        raise ValueError(
-            f"cos {[*table_shape]} and sin {[*sin.shape]} must have one shape, [.., R]: pass a pair"
-        )
-    D, R = q_shape[-1], table_shape[-1]
+    dims = ("THD", "TKD") if q.dim() == 3 else ("BHTD", "BKTD")
+    tables = {"cos": ("*R", cos), "sin": ("*R", sin), "position_ids": ("+", position_ids)}
+    check_shapes(q=(dims[0], q), k=(dims[1], k), **tables)
+    check_dtypes(q=q, k=k)
+    D, R = q.shape[-1], cos.shape[-1]
     if D % 2 or R % 2 or not 0 < R <= D:
         raise ValueError(f"cos has {R} columns for head dim {D}: both must be even, 0 < columns <= head dim")
-    B, T = (1, q_shape[0]) if rank == 3 else (q_shape[0], q_shape[2])
-    token_shapes = (T,), (1, T), (B, T)
-    if position_ids is None:
-        if table_shape[:-1] not in token_shapes:
-            shapes = f"cos {[*table_shape]} without position_ids: pass a row for each token, [{T}, R] or"
-            raise ValueError(f"{shapes} [{B}, {T}, R], or position_ids with a table")
-    else:
-        if position_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"position_ids are {position_ids.dtype}: cast them to int32 or int64")
-        if position_ids.shape not in token_shapes or len(table_shape) != 2:
-            shapes = f"position_ids {[*position_ids.shape]} with cos {[*table_shape]}"
-            raise ValueError(f"{shapes}: pass [{T}] or [{B}, {T}], and tables [P, R]")
-    for name, x in (("k", k), ("cos", cos), ("sin", sin), ("position_ids", position_ids)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"q is on {q.device} but {name} on {x.device}: move it there")
-
-
-def _check_norm(norm: QKNorm, q: Tensor, k: Tensor) -> None:
-    if norm.eps <= 0:
-        raise ValueError(f"QKNorm.eps is {norm.eps}: pass a positive one, such as 1e-6")
-    for name, x, weight in (("q", q, norm.q_weight), ("k", k, norm.k_weight)):
+    B, T = (1, q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2])
+    tokens, is_table = cos.shape[:-1], True
+    if position_ids is not None:
+        tokens = position_ids.shape
+        is_table = cos.dim() == 2 and position_ids.dtype in (torch.int32, torch.int64)
+    if not is_table or tokens not in ((T,), (1, T), (B, T)):
+        given = "None" if position_ids is None else f"{[*position_ids.shape]} of {position_ids.dtype}"
+        raise ValueError(
+            f"cos is {[*cos.shape]} and position_ids {given}: pass a row for each token, [{T}, R] or "
+            f"[{B}, {T}, R], or a table [P, R] and integers [{T}] or [{B}, {T}]"
+        )
+    if norm is None:
+        return
+    for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
         features = x.shape[1] * x.shape[-1] if norm.flat else x.shape[-1]
         if weight.shape != (features,) or weight.device != x.device:
-            needed = f"a norm of {name} {[*x.shape]} with flat={norm.flat} needs [{features}] on {x.device}"
-            raise ValueError(f"{name}_weight is {[*weight.shape]} on {weight.device}: {needed}")
+            raise ValueError(
+                f"QKNorm.flat is {norm.flat}: pass a weight [{features}] on {x.device}, not {[*weight.shape]}"
+            )

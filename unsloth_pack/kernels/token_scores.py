@@ -28,21 +28,18 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
 from unsloth_pack.kernels.head import (
-    ExtraLogits,
-    ExtraRows,
+    HeadPass,
     LabelledRows,
     load_block,
     logit_and_slope,
-    max_chunk_rows,
     prepare_head_inputs,
-    project_to_logits,
     scale_and_cap,
-    scatter_rows,
-    split_evenly,
+    scale_rounded_once,
+    spread_gradients,
 )
-from unsloth_pack.kernels.launch import add_product, jit, multiply, once_differentiable, takes_fused_path, tl
-from unsloth_pack.kernels.reference import Field, TokenScores
+from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
 
 @jit
@@ -190,10 +187,10 @@ def token_scores(
     """
     if isinstance(fields, str) or not set(fields) <= set(FIELDS):
         raise ValueError(f"fields are {fields!r}: pass a collection of {', '.join(FIELDS)}")
-    hidden, weight, bias, extra, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
+    inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
     wanted = tuple(field in fields for field in FIELDS)
     options = (labelled, scale, softcap, wanted, torch.is_grad_enabled())
-    log_prob, *others = _TokenScores.apply(hidden, weight, bias, *(extra or (None,) * 3), *options)
+    log_prob, *others = _TokenScores.apply(*inputs, *options)
     shape = labelled.labels.shape
     return TokenScores(log_prob.view(shape), *(None if x is None else x.view(shape) for x in others))
 
@@ -202,39 +199,29 @@ class _TokenScores(torch.autograd.Function):
     """Compute each score, `[T]`."""
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, h, b, outputs, labelled: LabelledRows, scale, softcap, wanted, with_grad
-    ):
+    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, scale, softcap, wanted, with_grad):
         ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
-        (V, C), N, rows = weight.shape, labelled.count, labelled.rows
-        hidden_TC, labels_N = hidden.reshape(-1, C), labelled.labels.reshape(-1).index_select(0, rows)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        for_hidden, for_weight, for_bias, for_h, for_b = (
-            with_grad and needed for needed in ctx.needs_input_grad[:5]
-        )
-        trains_head = for_weight or for_bias or for_b
-        at_once = (for_hidden or for_h) and not trains_head
-        needs_logits_again = trains_head or (at_once and wanted[0])
-        g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden and at_once else None
-        extra = ExtraRows(h, b, outputs, rows, (for_h and at_once, False))
+        N, rows = labelled.count, labelled.rows
+        labels_T = labelled.labels.reshape(-1)
+        labels_N = labels_T.index_select(0, rows)
+        wide = wide_dtype(hidden)
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
+        trains_head = needed[1] or needed[2] or needed[4]
+        at_once = (needed[0] or needed[3]) and not trains_head
+        inputs = (hidden, weight, bias, h, b, outputs)
+        head = HeadPass(inputs, rows, labels_N, needed if at_once else [False] * 5, scale, softcap)
         scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
-        most = max_chunk_rows(V, hidden)
-        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
-        buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in split_evenly(N, most):
-                x_LC = hidden_TC.index_select(0, rows[chunk])
-                logits_LV = extra.apply_to(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
-                parts = [None if score is None else score[chunk] for score in scores_N]
-                _score(logits_LV, labels_N[chunk], parts, scale, softcap, at_once)
-                if at_once:
-                    extra.collect_gradients(logits_LV, chunk)
-                if g_NC is not None:
-                    multiply(logits_LV, weight, g_NC[chunk])
-        again = (hidden_TC, weight, bias, h, b, outputs, labels_N) if needs_logits_again else (None,) * 7
-        ctx.save_for_backward(rows, g_NC, extra.g_h, *again)
-        ctx.shape, ctx.dtype, ctx.options = hidden.shape, hidden.dtype, (scale, softcap)
-        scores_T = [_with_zeros(score, rows, len(hidden_TC)) for score in scores_N]
+
+        def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
+            parts = [None if score is None else score[chunk] for score in scores_N]
+            _score(logits_LV, labels_L, parts, scale, softcap, at_once)
+
+        head.run(turn, scores_N[0])
+        needs_logits_again = trains_head or (at_once and wanted[0])
+        again = (*inputs, labels_N) if needs_logits_again else (None,) * 7
+        ctx.save_for_backward(rows, head.gradients[0], head.gradients[3], *again)
+        ctx.shape, ctx.dtype, ctx.options = hidden.shape[:-1], hidden.dtype, (scale, softcap)
+        scores_T = [x if x is None else x.new_zeros(len(labels_T)).index_copy_(0, rows, x) for x in scores_N]
         if scores_T[2] is not None:
             scores_T[2] = scores_T[2].bool()
         ctx.mark_non_differentiable(*(score for score in scores_T[2:] if score is not None))
@@ -243,75 +230,27 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_log_prob_T, g_entropy_T, *_):
-        rows, g_NC, g_h, hidden_TC, weight, bias, h, b, outputs, labels_N = ctx.saved_tensors
+        rows, g_hidden, g_h, *inputs, labels_N = ctx.saved_tensors
         needed = ctx.needs_input_grad[:5]
         if g_log_prob_T is None and g_entropy_T is None:
             return (None,) * 11
-        g_log_prob_N, g_entropy_N = (
-            None if g is None else g.reshape(-1).index_select(0, rows) for g in (g_log_prob_T, g_entropy_T)
-        )
-        g_weight = g_bias = g_b = None
+        upstream_N = [g if g is None else g.reshape(-1)[rows] for g in (g_log_prob_T, g_entropy_T)]
+        g_log_prob_N, g_entropy_N = upstream_N
         if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
-            upstream = (g_log_prob_N, g_entropy_N)
-            x_NC = hidden_TC.index_select(0, rows)
-            extra = ExtraRows(h, b, outputs, rows, needed[3:])
-            g_NC, g_weight, g_bias = _weighted_gradients(
-                x_NC, weight, bias, extra, labels_N, upstream, ctx.options, needed
-            )
-            g_h, g_b = extra.g_h, None if extra.g_b is None else extra.g_b.to(ctx.dtype)
+            head = HeadPass(inputs, rows, labels_N, needed, *ctx.options)
+
+            def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
+                weights_L = [None if g is None else g[chunk] for g in upstream_N]
+                _to_gradient(logits_LV, labels_L, weights_L, *ctx.options)
+
+            head.run(turn)
+            gradients = [None if g is None else g.to(ctx.dtype) for g in head.gradients]
         else:
             assert g_log_prob_N is not None
-            g_NC, g_h = (x if x is None else _weigh(x, g_log_prob_N, ctx.dtype) for x in (g_NC, g_h))
-        g_hidden, g_h = (
-            x if x is None else scatter_rows(x.to(ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h)
-        )
-        return g_hidden, g_weight, g_bias, g_h, g_b, None, None, None, None, None, None
-
-
-def _weigh(x_NX: Tensor, weights_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by their weights, rounded once. x stays: the backward may run again."""
-    return torch.mul(x_NX, weights_N[:, None], out=torch.empty_like(x_NX, dtype=dtype))
-
-
-def _with_zeros(score_N: Tensor | None, rows: Tensor, n_tokens: int) -> Tensor | None:
-    """Return a score `[T]` with 0 where there is no label."""
-    return None if score_N is None else score_N.new_zeros(n_tokens).index_copy_(0, rows, score_N)
-
-
-def _weighted_gradients(
-    x_NC: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    extra: ExtraRows,
-    labels_N: Tensor,
-    upstream: tuple[Tensor | None, Tensor | None],
-    options: tuple[float, float | None],
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute logits again, and from them the gradients of hidden's rows `[N, C]` (wide), weight and bias."""
-    (V, _), N = weight.shape, len(x_NC)
-    scale, softcap = options
-    wide = torch.promote_types(x_NC.dtype, torch.float32)
-    g_NC = x_NC.new_empty(x_NC.shape, dtype=wide) if needed[0] else None
-    g_weight = weight.new_zeros(weight.shape, dtype=wide) if needed[1] else None
-    g_bias = weight.new_zeros(V, dtype=wide) if needed[2] else None
-    most = max_chunk_rows(V, x_NC)
-    buffer_LV = x_NC.new_empty((min(most, N), V))
-    upstream_N = [None if g is None else g.to(wide).contiguous() for g in upstream]
-    with torch.autocast(x_NC.device.type, enabled=False):
-        for chunk in split_evenly(N, most):
-            g_LV = extra.apply_to(project_to_logits(x_NC[chunk], weight, bias, buffer_LV), chunk)
-            weights = [None if g is None else g[chunk] for g in upstream_N]
-            _to_gradient(g_LV, labels_N[chunk], weights, scale, softcap)
-            extra.collect_gradients(g_LV, chunk)
-            if g_NC is not None:
-                multiply(g_LV, weight, g_NC[chunk])
-            if g_weight is not None:
-                add_product(g_LV.t(), x_NC[chunk], g_weight)
-            if g_bias is not None:
-                g_bias += g_LV.sum(0, dtype=wide)
-    g_weight, g_bias = (None if g is None else g.to(x_NC.dtype) for g in (g_weight, g_bias))
-    return g_NC, g_weight, g_bias
+            weights_N1 = g_log_prob_N[:, None]
+            g_hidden, g_h = (scale_rounded_once(x, weights_N1, ctx.dtype) for x in (g_hidden, g_h))
+            gradients = [g_hidden, None, None, g_h, None]
+        return *spread_gradients(gradients, rows, ctx.shape), *(None,) * 6
 
 
 def _score(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_cross_entropy, token_scores
-from unsloth_pack.kernels.reference import Field
+from unsloth_pack.kernels.arguments import Field
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 LOSS_KEYWORDS = ("num_items_in_batch", "shift_labels", "ignore_index")  # of a model's call

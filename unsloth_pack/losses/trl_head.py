@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from unsloth_pack.kernels import TokenScores
-from unsloth_pack.kernels.reference import Field
+from unsloth_pack.kernels.arguments import Field
 from unsloth_pack.losses.contract import LabelledHead
 
 _TRL_MODULE = "trl.trainer.utils"

@@ -1,4 +1,4 @@
-"""Activations of MLPs in one launch, forward and backward: act(gate) * up, and those without a gate.
+"""Element-wise kernels: activations of MLPs with and without a gate, and dropout without a stored mask.
 
 R rows of F features; one row of R * F if all tensors are contiguous. Gated activations are x * σ(z(x)):
 
@@ -13,6 +13,10 @@ only their input:
 
 All is as in transformers, except the slope of xIELU at 0 (in bfloat16 an x can be exactly 0): here β, which
 the formula gives without ε, in transformers β - α_n.
+
+Dropout: with Q = ⌈C / 8⌉ for C columns, Philox turns the counter (c mod Q, n) and the seed into eight 16-bit
+numbers. Element (n, c) takes number c // Q and stays where that is at least p · 2¹⁶. So one counter serves
+eight elements of a row, in eight contiguous runs of Q columns, and rows may be computed in tiles.
 """
 
 from __future__ import annotations
@@ -24,12 +28,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import reference
-from unsloth_pack.kernels.launch import as_rows, jit, once_differentiable, takes_fused_path, tl
+from unsloth_pack.kernels.launch import (
+    as_rows,
+    check_dtypes,
+    check_shapes,
+    jit,
+    once_differentiable,
+    takes_fused_path,
+    tl,
+    triton,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 _BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
 _WARPS = 4
+_MAX_COUNTERS = 1024  # of a program that drops elements
+_PER_THREAD = 8  # counters: a 16-byte load of bf16 in each run
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -46,15 +61,22 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         A fresh contiguous tensor of their shape and promoted dtype, computed in float32 and rounded once.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or the activation is unknown.
+        ValueError: shapes or devices do not fit together, or the activation is unknown.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
     "Gaussian Error Linear Units", section 2 (the approximation).
     """
-    check_gated(gate, up, activation)
+    check_activation(activation)
+    check_shapes(gate=("*F", gate), up=("*F", up))
     if not takes_fused_path(gate, up):
         return reference.gated(gate, up, activation)
     return _Gated.apply(gate, up, activation)
+
+
+def check_activation(activation: str) -> None:
+    """Raise ValueError for an unknown activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
 
 
 class _Gated(torch.autograd.Function):
@@ -89,39 +111,6 @@ def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     rows, strides = zip(*map(as_rows, tensors), strict=True)
     F = tensors[0].shape[-1]
     return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
-
-
-def check_written(shape: torch.Size, **tensors: Tensor) -> None:
-    """Raise ValueError unless the tensors have this shape and a kernel can write into them."""
-    for name, x in tensors.items():
-        if x.shape != shape or not _is_rows(x):
-            layout = f"{name} is {[*x.shape]} with strides {[*x.stride()]}"
-            raise ValueError(f"{layout}: pass {[*shape]}, contiguous or a slice of the last dim")
-
-
-def _is_rows(x: Tensor) -> bool:
-    """True if `as_rows` returns x's own memory and no two rows overlap."""
-    if x.is_contiguous():
-        return True
-    try:
-        rows = x.view(-1, x.shape[-1])
-    except RuntimeError:
-        return False
-    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
-
-
-def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit together and the activation is known."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
-    if gate.shape != up.shape or not gate.dim():
-        raise ValueError(
-            f"gate {[*gate.shape]} and up {[*up.shape]} must have one shape: pass two of [.., F]"
-        )
-    if not gate.is_floating_point() or not up.is_floating_point():
-        raise ValueError(f"gate is {gate.dtype} and up is {up.dtype}: cast both to a floating dtype")
-    if gate.device != up.device:
-        raise ValueError(f"gate is on {gate.device} but up on {up.device}: move it there")
 
 
 # F is specialised: Triton must know that 16 divides it for 16-byte accesses.
@@ -308,3 +297,69 @@ def _exp_less_line(x):
     series = series * x + 1 / 6
     series = series * x + 1 / 2
     return tl.where(x > -1, series * x * x, tl.exp(x) - 1 - x)
+
+
+def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
+    """Drop elements with probability p and scale the others by 1 / (1 - p). Without autograd.
+
+    Args:
+        x: `[N, C]`, bfloat16, float16 or float32; float64 takes the reference path.
+        seed: one int64 on x's device; the host does not wait for it. The same seed drops the same elements.
+        p: in [0, 1]; rounded to a multiple of 2⁻¹⁶.
+        first_row: the mask's row for the first row of x, if x is a tile of a longer input.
+        add_to: `[N, C]`, contiguous, of x's dtype: the result is added to it in place.
+
+    Returns:
+        A fresh tensor of x's shape and dtype, or `add_to`; computed in float32 and rounded once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or p is no probability.
+
+    Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+    3" (Philox 4x32-7, the fewest rounds that pass their tests).
+    """
+    check_shapes(x=("NC", x), add_to=("NC", add_to), seed=("+", seed))
+    check_dtypes(x=x, add_to=add_to)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or not 0 <= p <= 1:
+        raise ValueError(
+            f"seed is {seed.numel()} of {seed.dtype} and p {p}: pass one int64 and a probability"
+        )
+    if add_to is not None and not add_to.is_contiguous():
+        raise ValueError("add_to is not contiguous: its rows are written one after the other")
+    if not takes_fused_path(x, x):
+        return reference.dropout(x, seed, p, first_row, add_to)
+    n_rows, n_columns = x.shape
+    rows, stride = as_rows(x)
+    out = x.new_empty(x.shape) if add_to is None else add_to
+    run = -(-n_columns // 8)
+    block = min(triton.next_power_of_2(run), _MAX_COUNTERS)
+    with torch.cuda.device_of(x):
+        _dropout_kernel[(n_rows * triton.cdiv(run, block),)](
+            rows, seed, add_to, out, n_columns, run, stride, first_row,
+            reference.dropout_threshold(p), reference.dropout_scale(p), block,
+            num_warps=max(1, block // (32 * _PER_THREAD)),
+            enable_fp_fusion=False,  # the oracle rounds the scaled element before it adds
+        )  # fmt: skip
+    return out
+
+
+@jit(do_not_specialize=["first_row"])
+def _dropout_kernel(x, seed, add_to, out, C, RUN, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr):
+    """Write out `[N, C]`: the dropout of x, plus add_to unless None.
+
+    Grid: for each row in turn, the blocks of BLOCK of its RUN = ⌈C / 8⌉ counters.
+    """
+    blocks = tl.cdiv(RUN, BLOCK)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    counter = block * BLOCK + tl.arange(0, BLOCK)
+    words = tl.philox(tl.load(seed), counter, first_row + row, 0, 0, n_rounds=7)
+    row = row.to(tl.int64)
+    for run in tl.static_range(8):
+        col = run * RUN + counter
+        mask = (counter < RUN) & (col < C)
+        number = words[run % 4] >> 16 * (run // 4) & 0xFFFF
+        whole = tl.load(x + row * x_sr + col, mask=mask, other=0.0)  # a mask of single elements costs width
+        dropped = tl.where(number.to(tl.int32) >= threshold, whole.to(tl.float32) * scale, 0.0)
+        if add_to is not None:
+            dropped += tl.load(add_to + row * C + col, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * C + col, dropped.to(out.dtype.element_ty), mask=mask)
