@@ -15,8 +15,7 @@ from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.errors import InputError
 from unsloth_pack.memory import recompute
-from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.memory.recompute import RecomputePlan
+from unsloth_pack.memory.checkpointing import RecomputePlan, enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
 MODES = [True, "offload", "auto"]

@@ -22,7 +22,7 @@ from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.cuda_graphs.capture import DecoderState
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.losses.contract import LabelledHead
+from unsloth_pack.losses.head import LabelledHead
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row import describe
 from unsloth_pack.patching.trainer_hooks import prefetch

@@ -18,7 +18,7 @@ from unsloth_pack.layers import moe as fast
 from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.lora import experts as module
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
-from unsloth_pack.losses.trl_head import load_balancing_loss
+from unsloth_pack.losses.head import load_balancing_loss
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.patching.parts import _mlps

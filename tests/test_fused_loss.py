@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import head as chunked_head
-from unsloth_pack.losses.cross_entropy import LossOutput
+from unsloth_pack.losses.head import LossOutput
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [1, 33, 2, 40, 31]

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
-from unsloth_pack.attention.dense import attend_dense, causal_mask
+from unsloth_pack.attention.sdpa import attend_dense, causal_mask
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.lora.linear import Recipe, cast_input
 from unsloth_pack.memory.checkpointing import enable_checkpointing

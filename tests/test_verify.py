@@ -31,7 +31,7 @@ from unsloth_pack import (
 )
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.layers.mixers import attention
-from unsloth_pack.losses import contract
+from unsloth_pack.losses import head
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.training.trainer import row_collator
 
@@ -271,7 +271,7 @@ def test_a_loss_that_counts_boundaries(monkeypatch):
 @pytest.mark.parametrize("wrong", ["the loss", "its gradients"])
 def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
     """It is fused with the head: neither logits nor a loss without gradients tell."""
-    right = contract.linear_cross_entropy
+    right = head.linear_cross_entropy
 
     def shifted(hidden, *args, **options):
         hidden.register_hook(lambda gradient: gradient.roll(1, dims=-2))
@@ -282,7 +282,7 @@ def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
 
     model = patched()
     assert verify(model).passed
-    monkeypatch.setattr(contract, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
+    monkeypatch.setattr(head, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
     expected = ["counted loss"] if wrong == "the loss" else []
     assert failed(verify(model)) == [*expected, "gradients of the counted loss"]
 

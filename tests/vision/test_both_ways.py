@@ -13,7 +13,7 @@ from tiny import DEVICE, error
 from transformers import masking_utils
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, bidirectional_blocks, flash
+from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, backends, flash
 from unsloth_pack.attention.backends import choose_backend_for_other_keys
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
@@ -234,7 +234,7 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
     else:
         made_kernel = flash.VarlenKernel("stand-in", kernel)
     monkeypatch.setattr(flash, "varlen_kernel", lambda head_dim, options: made_kernel)
-    monkeypatch.setattr(bidirectional_blocks, "choose_backend_for_other_keys", lambda name, need: "flash")
+    monkeypatch.setattr(backends, "choose_backend_for_other_keys", lambda name, need: "flash")
     row, options = random_row(1), AttentionOptions(0.3, window)
     qkv, _ = drawn(row, 8, 1)
     out = attend(*qkv, row, options, "sdpa")

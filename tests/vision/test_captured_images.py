@@ -6,7 +6,6 @@ Without a GPU, graphs are recorded and computed again, in float64.
 import gc
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import image_models
 import numpy as np
@@ -31,7 +30,7 @@ from tiny import DEVICE, error, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import bidirectional_blocks
+from unsloth_pack.attention import backends
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.cuda_graphs.capture import CapturedForm
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
@@ -134,7 +133,7 @@ def by_ends(q_NHD, k_NKD, v_NKD, row, options, *others):
     out_NHD = masked_by_ends(q_NHD, k_NKD, v_NKD, row, options)
     if not len(row.blocks):
         return out_NHD
-    return bidirectional_blocks.attend_in_blocks(out_NHD, q_NHD, k_NKD, v_NKD, row, options, "sdpa")
+    return backends.attend_in_blocks(out_NHD, q_NHD, k_NKD, v_NKD, row, options, "sdpa")
 
 
 def masked_by_ends(q_NHD, k_NKD, v_NKD, row, options, sinks_H=None, keys=None):
@@ -160,7 +159,7 @@ def masked_by_ends(q_NHD, k_NKD, v_NKD, row, options, sinks_H=None, keys=None):
     return out[0].transpose(0, 1)
 
 
-RUN = BACKENDS["sdpa"].run
+RUN = BACKENDS["sdpa"].attend
 ATTEND = attention.attend
 
 
@@ -206,7 +205,7 @@ def recorded(monkeypatch, held_up):
     record_graphs(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     monkeypatch.setattr(attention, "attend", by_ends)
-    monkeypatch.setattr(bidirectional_blocks, "BACKENDS", {"sdpa": SimpleNamespace(run=masked_by_ends)})
+    monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], attend=masked_by_ends))
 
 
 def assert_alike(models, name, docs, bound):

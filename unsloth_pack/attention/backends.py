@@ -1,8 +1,12 @@
-"""List the attention backends, say which can run, and choose one for `auto`."""
+"""Attend over a packed row with the backend that serves the layer.
+
+Shapes: N tokens of the row, H query heads, K key and value heads, D head size, V that of v. In bidirectional
+blocks, as of images in Gemma 3: Q tokens in blocks, M keys of all blocks.
+"""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,9 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from unsloth_pack.attention import flash, sdpa, triton_varlen, xformers
+from unsloth_pack.attention import flash, sdpa, triton_varlen
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
+from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.row import PackedRow
 
 ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
@@ -22,52 +27,20 @@ ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 class Backend:
     """One way to compute attention over a packed row."""
 
-    # returns why it cannot serve a need, in one clause, or None
+    # explains in one clause why it cannot serve a need; None if it can
     why_unavailable: Callable[[AttentionNeed], str | None]
-    # `[N, H, D]` from queries of H heads, keys and values of K heads, the row, the options, and the sinks
-    # `[H]` where there are any
+    # `[N, H, D]` from q, k, v, the row, the options, and the sinks `[H]` or None
     attend: Callable[..., Tensor]
-    # which of its kernels serves a need, where it has several
-    kernel_name: Callable[[AttentionNeed], str | None] = lambda need: None
+    kernel_name: Callable[[AttentionNeed], str | None] = lambda need: None  # of several
     can_be_captured: bool = False  # CUDA graphs can hold it: it reads nothing of the row on the host
-    # it takes no longer over a row with room for more and longer documents. FlashAttention does: its grids
-    # grow with both
+    # room in a row for more and longer documents costs no time. FlashAttention's grids grow with both
     room_is_free: bool = False
-    # returns why `auto` skips it even where it can run, in one clause, or None
+    # explains in one clause why `auto` skips it even where it can run, or None
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
     needs_trial: bool = True  # a tiny step must show that it runs: its package may be built for another torch
-    # v may have another head size than q and k; for others `run` pads the smaller one with zeros
-    takes_other_v: bool = False
-    # the queries of a segment may attend to the segment in the same place of another row, which `attend`
-    # takes as `keys`
+    takes_other_v: bool = False  # v may have another head size than q and k; otherwise zeros pad the smaller
+    # `attend` takes `keys`, another row: a segment of queries attends to the segment in its place there
     takes_other_keys: bool = False
-
-    def run(
-        self,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKV: Tensor,
-        row: PackedRow,
-        options: AttentionOptions,
-        sinks_H: Tensor | None = None,
-        **other_keys: PackedRow,
-    ) -> Tensor:
-        """Return `[N, H, V]`, where V is the head size of v and D that of q and k.
-
-        Zeros behind q and k change none of their products, and those behind v are cut off again.
-
-        Args:
-            other_keys: `keys`, where they are another row's; only with `takes_other_keys`.
-        """
-        size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
-        if size == size_of_v or self.takes_other_v:
-            return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
-        if size < size_of_v:
-            q_NHD, k_NKD = (F.pad(x, (0, size_of_v - size)) for x in (q_NHD, k_NKD))
-        else:
-            v_NKV = F.pad(v_NKV, (0, size - size_of_v))
-        out = self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
-        return out[..., :size_of_v]
 
 
 BACKENDS = {  # fastest first
@@ -82,9 +55,93 @@ BACKENDS = {  # fastest first
     "flash": Backend(
         flash.why_unavailable, flash.attend, flash.kernel_name, can_be_captured=True, takes_other_keys=True
     ),
-    "xformers": Backend(xformers.why_unavailable, xformers.attend),
+    "xformers": Backend(flash.why_no_xformers, flash.attend_by_xformers),
     "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_other_keys=True),
 }
+
+
+def attend(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    backend: str = "auto",
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attend within the segments of a row: no token sees another segment.
+
+    Args:
+        q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
+        k_NKD, v_NKV: `[N, K, D]` and `[N, K, V]`; K divides H. V is mostly D.
+        row: the segments of the N tokens, and the blocks of them that see each other in both directions.
+        backend: "auto", or a name in `BACKENDS`.
+        sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`. It may require a gradient.
+
+    Returns:
+        `[N, H, V]` in the dtype of `q_NHD`.
+
+    Raises:
+        BackendUnavailable: `backend` cannot run on this device, dtype, head size or options.
+    """
+    need = _read_need(q_NHD, v_NKV, options)
+    name, _ = choose_backend(backend, need)
+    out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+    if not len(row.blocks):
+        return out_NHV
+    return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)
+
+
+def attend_in_blocks(
+    out_NHV: Tensor,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    name: str,
+) -> Tensor:
+    """Replace the output of causal attention at the tokens of blocks, which see in both directions.
+
+    The keys of a block are the tokens of its document up to the block's end, so no mask is needed. Under a
+    sliding window a block has the keys that its first token can reach, and the window bounds how far back its
+    other tokens see. transformers means the same by masks (`create_masks_for_vision_model`): for full
+    attention causal or of one block, for sliding windows both of it and inside the window.
+
+    Source: Gemma 3 (Gemma Team 2025).
+    """
+    options = replace(options, causal=False)
+    blocks = BlockRows.from_row(row, options.window)
+    q_QHD = q_NHD.index_select(0, blocks.query_places)
+    k_MKD, v_MKV = (x.index_select(0, blocks.key_places) for x in (k_NKD, v_NKV))
+    backend = BACKENDS[choose_backend_for_other_keys(name, _read_need(q_NHD, v_NKV, options))]
+    out_QHV = _run(backend, q_QHD, k_MKD, v_MKV, blocks.queries, options, keys=blocks.keys)
+    return out_NHV.index_copy(0, blocks.query_places, out_QHV)
+
+
+def _read_need(q_NHD: Tensor, v_NKV: Tensor, options: AttentionOptions) -> AttentionNeed:
+    size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
+    other = None if size == size_of_v else size_of_v
+    return AttentionNeed(q_NHD.device.type, q_NHD.dtype, size, options, other)
+
+
+def _run(
+    backend: Backend,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKV: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+    **other_keys: PackedRow,
+) -> Tensor:
+    """Return `[N, H, V]`. Zeros behind q and k change none of their products; those behind v are cut off."""
+    size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
+    if size == size_of_v or backend.takes_other_v:
+        return backend.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
+    most = max(size, size_of_v)
+    qkv = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q_NHD, k_NKD, v_NKV))
+    return backend.attend(*qkv, row, options, sinks_H, **other_keys)[..., :size_of_v]
 
 
 def requested_backend(name: str) -> tuple[str, str]:
@@ -177,12 +234,10 @@ def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             torch.autocast(need.device_type, enabled=False),
         ):
             shapes = (2, need.head_dim), (1, need.head_dim), (1, need.v_head_dim or need.head_dim)
-            q, k, v = (
-                torch.zeros(8, *shape, dtype=need.dtype, device=device, requires_grad=True)
-                for shape in shapes
-            )
-            sinks = torch.zeros(2, dtype=need.dtype, device=device) if need.options.sinks else None
-            backend.run(q, k, v, row, need.options, sinks).sum().backward()
+            like = torch.zeros((), dtype=need.dtype, device=device)
+            q, k, v = (like.new_zeros(8, *shape, requires_grad=True) for shape in shapes)
+            sinks = like.new_zeros(2) if need.options.sinks else None
+            _run(backend, q, k, v, row, need.options, sinks).sum().backward()
     except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None

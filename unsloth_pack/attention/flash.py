@@ -1,19 +1,20 @@
-"""Attend over a packed row with FlashAttention's varlen kernels (Dao 2023).
+"""Attend over a packed row with FlashAttention's varlen kernels (Dao 2023), or with xformers.
 
-They come from the flash-attn packages that import and can serve the layer, else from torch.
+The kernels come from the flash-attn packages that import and can serve the layer, else from torch.
 """
 
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.packed_row.row import PackedRow
 
 _MAX_HEAD_DIM = 256
@@ -21,20 +22,24 @@ _ALIGNMENT = 16  # bytes
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
-    if need.device_type != "cuda":
-        return f"it needs CUDA, the model is on {need.device_type}"
-    if need.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in float16 and bfloat16, not {need.dtype}"
+    if why := _why_not_in_16_bits(need):
+        return why
     if need.padded_head_dim > _MAX_HEAD_DIM or need.padded_head_dim % 8:
         return f"its head size is a multiple of 8 up to {_MAX_HEAD_DIM}, not {need.padded_head_dim}"
-    if need.options.sinks:
-        return "it has no attention sinks"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
     if varlen_kernel(need.padded_head_dim, need.options) is None:
         missing = "softcap" if need.options.softcap is not None else "attention dropout"
         return f"{' or '.join(kernel.name for kernel in _kernels())} has no {missing}; install flash-attn"
     return None
+
+
+def _why_not_in_16_bits(need: AttentionNeed) -> str | None:
+    if need.device_type != "cuda":
+        return f"it needs CUDA, the model is on {need.device_type}"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {need.dtype}"
+    return "it has no attention sinks" if need.options.sinks else None
 
 
 def attend(
@@ -86,28 +91,19 @@ def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
         )
 
 
+@dataclass(frozen=True)
 class VarlenKernel:
-    """One varlen FlashAttention. Hides that each names its options differently.
+    """One varlen FlashAttention. Hides that each names its options differently."""
 
-    Args:
-        name: for reports.
-        function: takes q, k, v, `cu_seqlens` and the longest document of each, then options by name.
-        capability: the least compute capability for its forward and backward pass.
-        head_dims: the head sizes that it is trusted with; None for all.
-    """
+    name: str  # for reports
+    function: Callable[..., Any]  # of q, k, v, `cu_seqlens` and the longest document of each, then options
+    capability: tuple[int, int] = (8, 0)  # the least for its forward and backward pass
+    head_dims: tuple[int, ...] | None = None  # the sizes that it is trusted with; None for all
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        capability: tuple[int, int] = (8, 0),
-        head_dims: tuple[int, ...] | None = None,
-    ):
-        self.name = name
-        self.function = function
-        self.capability = capability
-        self.head_dims = head_dims
-        self.options = set(inspect.signature(function).parameters)
+    @cached_property
+    def options(self) -> set[str]:
+        """Return the names of its parameters."""
+        return {*inspect.signature(self.function).parameters}
 
     def serves(self, head_dim: int, options: AttentionOptions) -> bool:
         """Return whether it is trusted with this head size and has all options in use."""
@@ -157,34 +153,27 @@ def flash_attn_4() -> VarlenKernel:
     from flash_attn.cute import flash_attn_varlen_func
 
     def varlen(
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
-        longest_q: int,
-        longest_k: int,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
         *,
         softmax_scale: float,
         causal: bool,
         window_size: tuple[int, int],
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
+        # Its "no window" is None: it takes -1 beside a 0 as a real bound
         bound = window_size[0] if window_size[0] >= 0 else None
+        window = window_size if min(window_size) >= 0 else (bound, None)
         return flash_attn_varlen_func(
-            q_NHD,
-            k_NKD,
-            v_NKD,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            # Its "no window" is None: it takes -1 beside a 0 as a real bound
-            window_size=window_size if min(window_size) >= 0 else (bound, None),
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size=window,
             softcap=softcap,
-        )
+        )  # fmt: skip
 
     # With heads of 16, gradients of 4.0.0b36 cross documents on Hopper; other sizes were not tried.
     return VarlenKernel("flash-attn 4", varlen, capability=(9, 0), head_dims=(32, 64, 128))
@@ -225,3 +214,46 @@ def _kernels() -> list[VarlenKernel]:
         with suppress(ImportError):
             kernels.append(load())
     return kernels
+
+
+def why_no_xformers(need: AttentionNeed) -> str | None:
+    if why := _why_not_in_16_bits(need):
+        return why
+    if need.options.softcap is not None:
+        return "it has no softcap"
+    try:
+        import xformers.ops  # noqa: F401
+    except (ImportError, OSError) as error:
+        reason = first_line(error)[:80] or type(error).__name__
+        return f"xformers does not import ({reason}); pip install xformers"
+    return None
+
+
+def attend_by_xformers(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    assert sinks_H is None  # `why_unavailable` refuses them
+    from xformers import ops
+
+    refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel
+    bias = row.once(("xformers", options.window, options.causal), partial(_block_diagonal_mask, row, options))
+    groups = q_NHD.shape[1] // k_NKD.shape[1]
+    # Its backward pass does not take grouped heads
+    k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
+    return ops.memory_efficient_attention(
+        q_NHD[None], k_NHD[None], v_NHD[None], attn_bias=bias, p=options.dropout, scale=options.scale
+    )[0]
+
+
+def _block_diagonal_mask(row: PackedRow, options: AttentionOptions) -> object:
+    """Build xformers' mask."""
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask, BlockDiagonalMask
+
+    kind = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask
+    mask = kind.from_seqlens(list(row.lengths), device=row.device)
+    return mask if options.window is None else mask.make_local_attention(options.window)

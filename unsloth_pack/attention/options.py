@@ -1,4 +1,4 @@
-"""Describe what the attention of one layer needs of a backend."""
+"""The options of attention layers, and their needs of a backend."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,7 @@ class AttentionOptions:
     softcap: float | None = None  # logits become `softcap * tanh(logits / softcap)`
     dropout: float = 0.0  # probability of dropping an attention weight
     sinks: bool = False  # a query also attends to its head's sink, a logit without a value
-    # a query sees no later key. Otherwise, as in vision towers, it sees its whole segment, and a window
-    # bounds only the keys before it
+    # False, as in vision towers: a query sees its whole segment, and a window bounds the keys before it alone
     causal: bool = True
 
 
@@ -25,13 +24,9 @@ class AttentionNeed:
 
     device_type: str
     dtype: torch.dtype
-    head_dim: int  # the head size of q and k
+    head_dim: int  # of q and k
     options: AttentionOptions
-    v_head_dim: int | None = None  # the head size of v; None where it is that of q and k
-
-    def __post_init__(self) -> None:
-        if self.v_head_dim == self.head_dim:  # needs that mean the same are equal
-            object.__setattr__(self, "v_head_dim", None)
+    v_head_dim: int | None = None  # of v; None if it is that of q and k
 
     @property
     def padded_head_dim(self) -> int:

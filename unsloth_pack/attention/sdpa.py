@@ -1,4 +1,6 @@
-"""Attend over a packed row with `scaled_dot_product_attention`, documents of similar length as one batch.
+"""Attend with `scaled_dot_product_attention`: over a packed row, and over an ordinary batch.
+
+Documents of similar length form one batch.
 
 No mask over the whole row is built. A stack of documents is padded on the right, where the causal mask hides
 the padding. Where a sliding window is shorter than the stack, each block of queries gets the keys that it can
@@ -13,18 +15,21 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_pack.attention.dense import attend_all, attend_dense, causal_mask, needs_eager, window_mask
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.packed_row.row import PackedRow
 
 _SHORTEST_BLOCK = 256
 _EAGER_BLOCK = 1024  # queries whose logits exist at the same time
+# On a GPU larger heads run through torch's memory-efficient kernel, which takes no grouped heads: torch would
+# build the logits of all queries instead.
+_LARGEST_GROUPED = 256
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
-    if not need.options.causal and needs_eager(need.options):
+    if not need.options.causal and _is_eager(need.options):
         return "it has neither softcap nor sinks for attention that is not causal"
     return None
 
@@ -47,7 +52,7 @@ def attend(
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         length = stack_SL.shape[1]
         window = None if options.window is None or options.window >= length else options.window
-        if needs_eager(options) and length > _EAGER_BLOCK:
+        if _is_eager(options) and length > _EAGER_BLOCK:
             out_SLHD = _attend_eager_blocks(q_SHLD, k_SKLD, v_SKLD, window, options, sinks_H)
         elif window is not None:
             out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, window, row, options, sinks_H)
@@ -64,7 +69,7 @@ def _attend_whole_segments(
     outs = []
     for stack_SL in row.equal_stacks:
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-        outs.append(attend_all(q_SHLD, k_SKLD, v_SKLD, options).flatten(0, 1))
+        outs.append(_attend_fused(q_SHLD, k_SKLD, v_SKLD, options).flatten(0, 1))
     return torch.cat(outs)[row.unstack_equal]
 
 
@@ -80,7 +85,7 @@ def _attend_other_keys(
         if window is not None and window < sizes[1]:
             build = partial(window_mask, *sizes, window, row.device)
             mask = row.once(("window mask", window, sizes), build)
-        outs.append(attend_all(q_1HLD, k_1KSD, v_1KSD, options, mask)[0])
+        outs.append(_attend_fused(q_1HLD, k_1KSD, v_1KSD, options, mask)[0])
     return torch.cat(outs)
 
 
@@ -126,3 +131,110 @@ def _blocks(length: int, size: int, window: int | None) -> Iterator[tuple[slice,
     for start in range(0, length, size):
         end = min(start + size, length)
         yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
+
+
+def attend_dense(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attend from T queries to S keys.
+
+    Args:
+        q_BHTD: `[B, H, T, D]`.
+        k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
+        mask: `[B, 1, T, S]` (or broadcastable): a bool, True where a query may look, or numbers that are
+            added to the logits. It includes the window and padding. None: one query sees all keys; of
+            several, query i sees the keys up to i, and keys after the last query are empty slots of a static
+            cache.
+        sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of `q_BHTD`.
+    """
+    n_queries = q_BHTD.shape[2]
+    is_causal = mask is None and n_queries > 1
+    if is_causal:
+        k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
+    if not _is_eager(options):
+        if q_BHTD.shape[-1] > _LARGEST_GROUPED:
+            groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+            k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
+        return _attend_fused(q_BHTD, k_BKSD, v_BKSD, options, mask, is_causal)
+    if is_causal:
+        mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
+    return _attend_eager(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H).transpose(1, 2)
+
+
+def _attend_fused(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    options: AttentionOptions,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attend by one operator of torch, without a mask from every query to every key: `[B, T, H, D]`."""
+    out_BHTD = F.scaled_dot_product_attention(
+        q_BHTD,
+        k_BKSD,
+        v_BKSD,
+        attn_mask=mask,
+        dropout_p=options.dropout,
+        is_causal=is_causal,
+        scale=options.scale,
+        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+def _is_eager(options: AttentionOptions) -> bool:
+    """True if torch has no fused operator for these options: the logits of all pairs are built."""
+    return options.softcap is not None or options.sinks
+
+
+def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Build `[queries, keys]` bool, True where a query may look; the last query faces the last key."""
+    age = _age(n_queries, n_keys, device)
+    return (age >= 0) if window is None else (age >= 0) & (age < window)
+
+
+def window_mask(n_queries: int, n_keys: int, window: int, device: torch.device) -> Tensor:
+    """Build the same for queries that see all keys behind them."""
+    return _age(n_queries, n_keys, device) < window
+
+
+def _age(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """Return `[queries, keys]`: how many tokens a key lies before a query."""
+    queries = torch.arange(n_keys - n_queries, n_keys, device=device)
+    return queries[:, None] - torch.arange(n_keys, device=device)[None, :]
+
+
+def _attend_eager(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attend with a softcap (Gemma 2, 2024) or sinks (gpt-oss, 2025): `[B, H, T, D]`."""
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
+    wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+    logits = (q_BHTD @ k_BHSD.transpose(2, 3)).to(wide) * options.scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    elif mask is not None:
+        logits = logits + mask
+    n_keys = logits.shape[-1]
+    if sinks_H is not None:
+        sinks = sinks_H.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(-1)[..., :n_keys]
+    return F.dropout(weights, options.dropout).to(q_BHTD.dtype) @ v_BHSD

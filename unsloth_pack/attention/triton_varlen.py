@@ -62,11 +62,7 @@ def attend(
     # One compilation then serves layers with and without a window
     window = None if options.window is None or options.window >= row.longest else options.window
     return varlen_attention(
-        q_NHD,
-        k_NKD,
-        v_NKD,
-        row.cu_seqlens,
-        options.scale,
+        *(q_NHD, k_NKD, v_NKD, row.cu_seqlens, options.scale),
         window=window,
         softcap=options.softcap,
         sinks=sinks_H,

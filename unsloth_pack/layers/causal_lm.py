@@ -17,17 +17,21 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
 from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
 from unsloth_pack.layers.layer import OwnCheckpointing
-from unsloth_pack.losses.contract import LabelledHead, Loss
-from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
-from unsloth_pack.losses.fusable import (
+from unsloth_pack.losses.head import (
+    LabelledHead,
+    Loss,
+    TrlHead,
     count_head_outputs,
+    cross_entropy,
+    first_tokens,
     has_own_loss,
+    load_balancing_loss,
+    loss_output,
     read_head,
     refuse_ignored_adapter,
     why_head_not_fused,
     why_loss_not_fused,
 )
-from unsloth_pack.losses.trl_head import TrlHead, first_tokens, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import CountedParameters, no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call

@@ -24,7 +24,7 @@ from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.layers.unpadding import Unpadding
-from unsloth_pack.losses.contract import LOSS_KEYWORDS
+from unsloth_pack.losses.head import LOSS_KEYWORDS
 from unsloth_pack.models.spec import DEEPSTACK, ArchSpec
 from unsloth_pack.modules import no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, refuse_document_ids, row_from_call

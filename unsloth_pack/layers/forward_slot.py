@@ -22,7 +22,7 @@ from types import MethodType
 from typing import Any
 
 from unsloth_pack.layers.deferred_checks import DeferredCheck
-from unsloth_pack.losses.trl_head import TrlHead
+from unsloth_pack.losses.head import TrlHead
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 

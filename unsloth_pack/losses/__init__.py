@@ -1,1 +1,1 @@
-"""Compute losses together with the language-model head."""
+"""Losses from the language-model head, without logits of all tokens."""

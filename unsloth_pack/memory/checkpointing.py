@@ -1,17 +1,33 @@
-"""Gradient checkpointing: recompute all layers in the backward pass, or as many as memory requires."""
+"""Gradient checkpointing: recompute all layers in the backward pass, or as few as memory requires.
 
-from collections.abc import Callable
+In a plan the last layers keep their activations, which are freed before the first layers are recomputed. Two
+sizes decide how many: the activations of a layer, and the rest of a step (the loss, gradients, one layer in
+its backward pass). Both are estimated before the first step, and measured afterwards.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
+from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.errors import InputError
-from unsloth_pack.memory.recompute import RecomputePlan
+from unsloth_pack.layers.decoder import FastDecoder, has_fast_decoder
 
+_USABLE = 0.95  # of the free memory: the rest is lost to fragments
+# Estimates, until a step is measured:
+_WORKING_LAYERS = 3  # of a backward pass, in activations of a layer
+_BYTES_A_LOGIT = 10  # in 16 bits, in float32, and the gradient
+
+logger = logging.getLogger("unsloth_pack")
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
 
@@ -74,7 +90,7 @@ class _Offloaded:
 class _AsPlanned:
     """Checkpoint a layer of a decoder if the decoder's plan recomputes it."""
 
-    def __init__(self, decoder: Any, number: int):
+    def __init__(self, decoder: FastDecoder, number: int):
         self._decoder, self._number = decoder, number
         # True while the layer runs checkpointed. `FastMLP` reads it in the forward pass and the
         # recomputation; the plan may change in between. `FastCausalLM` recognises our functions by this
@@ -94,3 +110,99 @@ class _AsPlanned:
             return function(*args)
         finally:
             self.recomputes = False
+
+
+class RecomputePlan:
+    """The number of a patched decoder's first layers to recompute, decided for every step."""
+
+    def __init__(self, decoder: FastDecoder):
+        self.n_layers = len(decoder.layers)
+        self.n_recomputed = 0
+        width = decoder.get_input_embeddings().weight.element_size()
+        # Bytes a token: of a layer's activations, and of the rest of a step
+        self._per_token = width * max(_estimate(layer, decoder.config) for layer in decoder.layers)
+        self._beside = _WORKING_LAYERS * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
+        self._is_measured = False
+        self._tokens = 0
+        self._before: tuple[int, int] | None = None  # bytes and peak at the beginning of the step
+        self._logged: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.n_recomputed} of {self.n_layers} layers are recomputed"
+
+    def keeps(self, layer: int) -> bool:
+        """True if layer number `layer`, from 0, is not recomputed."""
+        return layer >= self.n_recomputed
+
+    def decide(self, tokens: int, device: torch.device) -> None:
+        """Decide for the next step, from the free memory and the last step's peak."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        self._learn(device)
+        free = free_bytes(device)
+        room = _USABLE * free - self._beside * tokens
+        n_kept = min(self.n_layers, max(0, int(room // (self._per_token * tokens))))
+        self.n_recomputed, self._tokens = self.n_layers - n_kept, tokens
+        self._before = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        if self.n_recomputed != self._logged:
+            self._logged = self.n_recomputed
+            logger.warning(
+                "gradient checkpointing: %s at %s tokens (%.1f GiB free, %.2f GiB a layer)",
+                *(self, f"{tokens:,}", free / 2**30, self._per_token * tokens / 2**30),
+            )
+
+    def leaves_room(self, device: torch.device) -> bool:
+        """True if the forward pass has left enough memory for the loss and the backward pass."""
+        if self._before is None or self.n_recomputed == self.n_layers:
+            return True
+        return free_bytes(device) >= self._beside * self._tokens
+
+    def lower(self) -> bool:
+        """Expect a fifth more per token after memory ran out; False if all layers are recomputed already."""
+        self._before = None
+        self._per_token *= 1.2
+        self._beside *= 1.2
+        return self.n_recomputed < self.n_layers
+
+    @contextmanager
+    def measure_layer(self) -> Iterator[None]:
+        """Measure the activations of the first layer that is not recomputed."""
+        if self._is_measured or not self._tokens:
+            yield
+            return
+        before = torch.cuda.memory_allocated()
+        yield
+        self._per_token = max(1.0, (torch.cuda.memory_allocated() - before) / self._tokens)
+        self._is_measured = True
+
+    def _learn(self, device: torch.device) -> None:
+        """Measure the rest of the last step, if it set a new peak."""
+        if self._before is None or not (self._is_measured or self.n_recomputed == self.n_layers):
+            return
+        at_rest, most = self._before
+        peak = torch.cuda.max_memory_allocated(device)
+        if peak > most:
+            kept = (self.n_layers - self.n_recomputed) * self._per_token * self._tokens
+            self._beside = max(self._per_token, (peak - at_rest - kept) / self._tokens)
+
+
+def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
+    """Estimate a layer's activations per token: the outputs of its projections, and four hidden states."""
+    outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
+    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)
+    return outputs + 3 * experts + 4 * config.hidden_size
+
+
+class GiveBackSpareMemory(TrainerCallback):
+    """Empty torch's cache after the training of a patched model.
+
+    Torch keeps the memory of its largest step, which a notebook then needs to merge, generate or start
+    another process.
+    """
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+    ) -> None:
+        if torch.cuda.is_initialized() and has_fast_decoder(model):
+            torch.cuda.empty_cache()

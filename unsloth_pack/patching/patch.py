@@ -47,7 +47,7 @@ from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.layers.vision.vision_lm import FastVisionLM
 from unsloth_pack.lora.expert_stacks import is_experts
 from unsloth_pack.lora.linear import FastLoraLinear
-from unsloth_pack.losses.cross_entropy import cross_entropy
+from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.modules import ListedModules, ModuleWalk

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import TrainerCallback
 
-from unsloth_pack.memory.spare import GiveBackSpareMemory
+from unsloth_pack.memory.checkpointing import GiveBackSpareMemory
 from unsloth_pack.patching import refusals
 from unsloth_pack.patching.trainer_hooks import deferred_logging, optimizer
 from unsloth_pack.patching.trainer_hooks.check_collator import CheckCollatorCallback
