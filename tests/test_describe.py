@@ -9,7 +9,7 @@ from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row, row_from_call
-from unsloth_pack.packed_row.labels import CountedLabels, check_labels
+from unsloth_pack.packed_row.labels import check_labels, refuse_counted_labels
 from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def row_of(shape, labels=None, counted=False, **descriptions):
     if labels is not None:
         check_labels("labels", labels, shape, n_outputs=256)
         if counted:
-            CountedLabels(row, labels).refuse()
+            refuse_counted_labels(row, labels, False, -100)
     return row
 
 
@@ -258,12 +258,10 @@ REFUSED = [
     ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
     ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
     ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
-    ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
+    ({"packed_seq_lengths": [3.5, 3.5]}, "packed_seq_lengths is", "[3.5, 3.5]", "give the length"),
     ({"packed_seq_lengths": torch.tensor(7)}, "packed_seq_lengths is", "7", "give the length"),
     ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
-    ({"packed_seq_lengths": [[3, [4]]]}, "packed_seq_lengths is", "[[3, [4]]]", "give the length"),
-    ({"packed_seq_lengths": torch.tensor([3 + 1j, 4])}, "packed_seq_lengths", "complex", "whole numbers"),
-    ({"packed_seq_lengths": [10**400]}, "sum to 1000", "7 tokens", "give the lengths"),
+    ({"packed_seq_lengths": [10**400]}, "packed_seq_lengths is", "1000", "give the length"),
     ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
     ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
     *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7], [0, [3, 7]])),
@@ -310,7 +308,6 @@ REFUSED = [
     masked(0, 0, 0, 0, 1, 1, 1),
     masked(1, 1, 1, 0, 0, 0, 0),
     masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps no token", value="row"),
-    masked(1, 1, 1, 1, -1, -1, -1, what="attention_mask holds", value="[-1, 1]", remedy="0 for padding"),
     (
         {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
         *("attention_mask", "[4, 3]", "give one of them"),

@@ -111,8 +111,6 @@ def test_a_row_that_comes_with_the_call_is_not_described(described):
     assert described == []
     with pytest.raises(InputError, match=r"packed_row describes \[1, 18\] tokens, the input ids are"):
         model(**row(documents[:1]), packed_row=known)
-    with pytest.raises(InputError, match="packed_row is a list; give a PackedRow, or packed_seq_lengths"):
-        model(**row(documents), packed_row=LENGTHS)
 
 
 # What TRL asks for

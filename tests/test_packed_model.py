@@ -21,6 +21,7 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.packed_row.labels import DeferredCheck
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -262,42 +263,32 @@ def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
         model(input_ids=ids, labels=labels[:, 1:], packed_seq_lengths=[5, 8])
 
 
-class OnDevice(torch.Tensor):
-    """Says that it lies where looking at it waits for the device; what is computed from it does not."""
-
-    device = property(lambda self: torch.device("cuda"))
-    __torch_function__ = torch._C._disabled_torch_function_impl
+@pytest.fixture
+def on_device(monkeypatch):
+    """Every check waits, as where labels lie on a device. Returns the copies that start and that are read."""
+    order, start, read = [], HostCopy.__init__, HostCopy.read
+    late = classmethod(lambda cls, count, message: [cls(HostCopy(count), message)])
+    monkeypatch.setattr(DeferredCheck, "start", late)
+    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: order.append("start") or start(self, x))
+    monkeypatch.setattr(HostCopy, "read", lambda self: order.append("read") or read(self))
+    return order
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_counted_labels_on_a_device_are_looked_at_on_every_step(training):
+def test_counted_labels_on_a_device_are_looked_at_on_every_step(training, on_device):
+    """Read before the decoder has been launched, they would make every step wait for the device."""
     model = patched("llama").train(training)
-    ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
-    wrong = ids.as_subclass(OnDevice)
-    right = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100).as_subclass(OnDevice)
+    model.get_decoder().norm.register_forward_hook(lambda *_: on_device.append("decoder"))
+    wrong = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
+    right = wrong.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100)
     counted = {"packed_seq_lengths": [5, 8], "num_items_in_batch": 11}
-    model(input_ids=ids, labels=wrong, packed_seq_lengths=[5, 8])  # nobody has counted them
+    model(input_ids=wrong, labels=wrong, packed_seq_lengths=[5, 8])  # nobody has counted them
     for _ in range(2):
-        model(input_ids=ids, labels=right, **counted)
+        on_device.clear()
+        model(input_ids=wrong, labels=right, **counted)
+        assert on_device.index("start") < on_device.index("decoder") < on_device.index("read")
         with pytest.raises(InputError, match="DataCollatorWithFlattening"):
-            model(input_ids=ids, labels=wrong, **counted)
-
-
-def test_counted_labels_on_a_device_are_asked_for_before_the_decoder_and_read_after_it(monkeypatch):
-    """Read at once, they would make every step wait for the device."""
-    order = []
-    asked, read = HostCopy.__init__, HostCopy.read
-    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: order.append("asked") or asked(self, x))
-    monkeypatch.setattr(HostCopy, "read", lambda self: order.append("read") or read(self))
-    model = patched("llama").train()
-    model.get_decoder().norm.register_forward_hook(lambda *_: order.append("decoder"))
-    ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
-    labels = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100)
-    model(
-        input_ids=ids, labels=labels.as_subclass(OnDevice), packed_seq_lengths=[5, 8], num_items_in_batch=11
-    )
-    assert order[:3] == ["asked", "asked", "decoder"]  # the labels, and how many there are
-    assert set(order[3:]) == {"read"}
+            model(input_ids=wrong, labels=wrong, **counted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

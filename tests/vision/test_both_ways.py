@@ -18,8 +18,8 @@ from unsloth_pack.attention.backends import choose_backend_for_other_keys
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.layers.deferred_checks import DeferredCheck
 from unsloth_pack.packed_row.images import BlockRows
+from unsloth_pack.packed_row.labels import DeferredCheck
 from unsloth_pack.packed_row.row import PackedRow
 
 GEMMA = "gemma3"

@@ -36,10 +36,11 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import CountedParameters, no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
 from unsloth_pack.packed_row.labels import (
-    ContradictingLabels,
-    CountedLabels,
     PaddedBatch,
     check_labels,
+    refuse_contradicting_labels,
+    refuse_counted_labels,
+    warn_of_counted_labels,
     watch_gradient,
 )
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
@@ -50,16 +51,15 @@ class StepLabels:
 
     Args:
         model: a `FastCausalLM`.
-        call: arguments of the loss alone are taken out of its `rest`.
+        call: arguments of the loss alone are taken out of its `rest`; checks that wait are added to it.
         labels: `[B, T]`, or None.
-        asked_by_trl: a trainer of TRL's asks, which counts labels without telling the model.
+        from_trl: a trainer of TRL's calls, which counts labels without telling the model.
     """
 
-    def __init__(self, model: Any, call: ForwardCall, labels: Tensor | None, asked_by_trl: bool):
+    def __init__(self, model: "FastCausalLM", call: ForwardCall, labels: Tensor | None, from_trl: bool):
         self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
-        self.num_items = call.rest.pop("num_items_in_batch", None)
+        self.num_items: Tensor | float | None = call.rest.pop("num_items_in_batch", None)
         self._model, self._row = model, call.row
-        self._deferred: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
         n_outputs = None if has_own_loss(model) else count_head_outputs(model)
 
@@ -69,7 +69,7 @@ class StepLabels:
         self.labels = check("labels", labels)
         self.shift_labels = check("shift_labels", call.rest.pop("shift_labels", None))
         if call.row is not None:
-            self._mask(call.row, asked_by_trl)
+            self._mask(call, call.row, from_trl)
 
     def shift(self) -> Tensor:
         """Return `[B, T]`: of every token, the label that it predicts."""
@@ -101,36 +101,19 @@ class StepLabels:
         self._model.has_checked_boundary_labels = True
         return is_first
 
-    def refuse(self) -> None:
-        """Run the deferred checks, after the decoder.
-
-        Raises:
-            InputError: labels of document starts were counted, or labels contradict each other.
-        """
-        for check in self._deferred:
-            check.refuse()
-
-    def _mask(self, row: PackedRow, asked_by_trl: bool) -> None:
-        if self.num_items is not None:
-            if self.shift_labels is not None:  # trainers count these, not `labels`
-                self._check(CountedLabels(row, self.shift_labels, True, self.ignore_index))
-            elif self.labels is not None:
-                self._check(CountedLabels(row, self.labels, ignore_index=self.ignore_index))
-        elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_check():
-            CountedLabels(row, self.labels).warn()
+    def _mask(self, call: ForwardCall, row: PackedRow, from_trl: bool) -> None:
+        ignore_index, is_shifted = self.ignore_index, self.shift_labels is not None
+        counted = self.shift_labels if is_shifted else self.labels  # by a trainer
+        if counted is not None and self.num_items is not None:
+            call.checks += refuse_counted_labels(row, counted, is_shifted, ignore_index)
+        elif from_trl and self.labels is not None and self._model.training and self._is_first_check():
+            warn_of_counted_labels(row, self.labels, ignore_index)
         if self.labels is not None:
             self.labels = row.mask_labels(self.labels, self.ignore_index)
         if self.shift_labels is not None:
             self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)
-        if self.labels is not None and self.shift_labels is not None:
-            self._check(ContradictingLabels(self.labels, self.shift_labels, self.ignore_index))
-
-    def _check(self, check: CountedLabels | ContradictingLabels) -> None:
-        """Check labels on the host at once, those on a device after the decoder."""
-        if check.is_on_host:
-            check.refuse()
-        else:
-            self._deferred.append(check)
+            if self.labels is not None:
+                call.checks += refuse_contradicting_labels(self.labels, self.shift_labels, ignore_index)
 
 
 class FastCausalLM(CountedParameters):
@@ -203,7 +186,7 @@ class FastCausalLM(CountedParameters):
         trl_head = None
         if kwargs.pop("fused_lm_head", False) and (trl_head := read_trl_head(self)) is None:
             raise InputError("fused_lm_head=True, but no trainer prepared this model; build a new trainer")
-        step_labels = StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
+        step_labels = StepLabels(self, call, labels, from_trl=trl_head is not None)
         if trl_head is not None:
             out = self._score_for_trl(trl_head, call, step_labels)
         elif self._takes_fused_loss(call, step_labels, logits_to_keep):
@@ -212,7 +195,6 @@ class FastCausalLM(CountedParameters):
             out = self._compute_logits(call, step_labels, logits_to_keep)
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
-        step_labels.refuse()
         for check in call.checks:
             check.refuse()
         return out

@@ -23,7 +23,8 @@ from typing import Any
 
 from unsloth_pack.layers.deferred_checks import DeferredCheck
 from unsloth_pack.losses.head import TrlHead
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.losses.trl_head import TrlHead
+from unsloth_pack.packed_row.labels import DeferredCheck, PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 # Where a model stores the forward set around this one, and the request of a trainer of TRL's

@@ -28,7 +28,7 @@ from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 logger = logging.getLogger("unsloth_pack")
-_IN_THE_COLLATOR = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
+_REMEDY = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
 
 
 def check_labels(
@@ -69,55 +69,73 @@ def check_labels(
     return labels
 
 
-class CountedLabels:
-    """Count labels that carry no loss, though a trainer may have counted them.
+@dataclass(frozen=True)
+class DeferredCheck:
+    """A count that is 0 in a right call, on its way from the device."""
 
-    Build it before the decoder runs and read it afterwards, so that the host need not wait for the device.
+    count: HostCopy
+    message: str  # of the error; `{}` stands for the count
+
+    @classmethod
+    def start(cls, count: Tensor, message: str) -> list["DeferredCheck"]:
+        """Check the count now if it is on the host, else return the check to run after the decoder.
+
+        Raises:
+            InputError: the count is on the host, and not 0.
+        """
+        check = cls(HostCopy(count), message)
+        if count.device.type != "cpu":
+            return [check]
+        check.refuse()
+        return []
+
+    def refuse(self) -> None:
+        """Refuse the call if the count is not 0."""
+        if count := int(self.count.read()):
+            raise InputError(self.message.format(count))
+
+
+def refuse_counted_labels(
+    row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int
+) -> list[DeferredCheck]:
+    """Refuse labels that a trainer counted in `num_items_in_batch`, although they carry no loss.
 
     Args:
         labels: `[B, T]`, unmasked.
         is_shifted: each label stands one token before its own token, as in `shift_labels`.
-        ignore_index: the label of tokens without loss.
     """
+    message = "labels at document starts are counted in num_items_in_batch but carry no loss; "
+    return DeferredCheck.start(_count_unscored(row, labels, is_shifted, ignore_index), message + _REMEDY)
 
-    def __init__(
-        self, row: PackedRow, labels: Tensor, is_shifted: bool = False, ignore_index: int = IGNORE_INDEX
-    ):
-        self.is_on_host = labels.device.type == "cpu"  # where looking costs no wait
-        places = row.places_before_unscored if is_shifted else row.predicted_unscored
-        if self.is_on_host:
-            unscored = labels.reshape(-1)[torch.from_numpy(places)]
-        else:
-            on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
-            unscored = labels.to(row.device).reshape(-1).index_select(0, on_device)
-        self._count = HostCopy((unscored != ignore_index).sum())
 
-    @property
-    def count(self) -> int:
-        """Return how many labels mark a token to train on but carry no loss."""
-        return int(self._count.read())
+def warn_of_counted_labels(row: PackedRow, labels: Tensor, ignore_index: int) -> None:
+    """Warn of such labels where a trainer may have counted them; waits for the device."""
+    if count := int(_count_unscored(row, labels, False, ignore_index)):
+        logger.warning(
+            "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
+            "it divides by too many; %s",
+            count,
+            _REMEDY,
+        )
 
-    def refuse(self) -> None:
-        """Refuse such labels, which the trainer has counted in `num_items_in_batch`.
 
-        Raises:
-            InputError: there are some.
-        """
-        if self.count:
-            raise InputError(
-                "labels at document starts are counted in num_items_in_batch but carry no loss; "
-                f"{_IN_THE_COLLATOR}"
-            )
+def _count_unscored(row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int) -> Tensor:
+    places = row.places_before_unscored if is_shifted else row.predicted_unscored
+    if labels.device.type == "cpu":
+        unscored = labels.reshape(-1)[torch.from_numpy(places)]
+    else:
+        on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
+        unscored = labels.to(row.device).reshape(-1).index_select(0, on_device)
+    return (unscored != ignore_index).sum()
 
-    def warn(self) -> None:
-        """Warn about such labels, which the trainer may have counted."""
-        if count := self.count:
-            logger.warning(
-                "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
-                "it divides by too many; %s",
-                count,
-                _IN_THE_COLLATOR,
-            )
+
+def refuse_contradicting_labels(
+    labels: Tensor, shift_labels: Tensor, ignore_index: int
+) -> list[DeferredCheck]:
+    """Refuse `labels` and `shift_labels` `[B, T]`, both masked, that differ: which one counts is unclear."""
+    shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].to(shift_labels.device)
+    message = "labels and shift_labels contradict each other; leave shift_labels out"
+    return DeferredCheck.start((shifted != shift_labels).any(), message)
 
 
 def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
@@ -142,38 +160,15 @@ def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
         if is_counted:
             raise InputError(
                 "labels at document starts or on padding are trained by a loss outside of the model; "
-                f"{_IN_THE_COLLATOR}"
+                f"{_REMEDY}"
             )
         logger.warning(
             "a loss outside of the model trains the last token of a document; a label there is the first "
             "token of another document: %s",
-            _IN_THE_COLLATOR,
+            _REMEDY,
         )
 
     logits.register_hook(look)
-
-
-class ContradictingLabels:
-    """Detect that `labels` and `shift_labels` of one call differ; used like `CountedLabels`.
-
-    Args:
-        labels, shift_labels: `[B, T]`, masked where no loss may see them.
-        ignore_index: the label of tokens without loss.
-    """
-
-    def __init__(self, labels: Tensor, shift_labels: Tensor, ignore_index: int):
-        shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].to(shift_labels.device)
-        self.is_on_host = shift_labels.device.type == "cpu"
-        self._differ = HostCopy((shifted != shift_labels).any())
-
-    def refuse(self) -> None:
-        """Refuse them: which one counts is unclear.
-
-        Raises:
-            InputError: they differ.
-        """
-        if bool(self._differ.read()):
-            raise InputError("labels and shift_labels contradict each other; leave shift_labels out")
 
 
 @dataclass(frozen=True, eq=False)

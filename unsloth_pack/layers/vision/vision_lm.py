@@ -14,8 +14,8 @@ from torch import Tensor, distributed, nn
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
-from unsloth_pack.layers.deferred_checks import check_boundaries, check_image_tokens, check_images
 from unsloth_pack.layers.forward_slot import ForwardCall, name_images
+from unsloth_pack.layers.vision.image_checks import check_boundaries, check_image_tokens, check_images
 from unsloth_pack.layers.vision.tower import tower_gradients
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import is_gathered_as_group, is_gathered_by_module

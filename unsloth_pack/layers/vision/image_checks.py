@@ -6,51 +6,23 @@ copied meanwhile and checked after it, before any backward pass, so that no chec
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.models.spec import VisionSpec
+from unsloth_pack.packed_row.labels import DeferredCheck
 from unsloth_pack.packed_row.row import PackedRow
 
 _AXES = 3  # time, height and width
 
 
-@dataclass(frozen=True)
-class DeferredCheck:
-    """A count that is 0 in a whole row."""
-
-    count: HostCopy
-    message: str  # of the error; `{}` stands for the count
-
-    @classmethod
-    def start(cls, count: Tensor, message: str) -> list["DeferredCheck"]:
-        """Check the count now if it is on the host, else return the check to run after the decoder.
-
-        Raises:
-            InputError: the count is on the host, and not 0.
-        """
-        check = cls(HostCopy(count), message)
-        if count.device.type != "cpu":
-            return [check]
-        check.refuse()
-        return []
-
-    def refuse(self) -> None:
-        """Refuse the row.
-
-        Raises:
-            InputError: the count is not 0.
-        """
-        if count := int(self.count.read()):
-            raise InputError(self.message.format(count))
-
-
-def check_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | None) -> list[DeferredCheck]:
+def check_images(
+    spec: VisionSpec, config: PreTrainedConfig, row: PackedRow, ids: Tensor | None
+) -> list[DeferredCheck]:
     """Refuse a packed row without pixels that has image tokens.
 
     Raises:
@@ -65,7 +37,9 @@ def check_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | No
     return DeferredCheck.start((ids == token).sum(), f"{message}, or text without token {token}")
 
 
-def check_image_tokens(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor) -> list[DeferredCheck]:
+def check_image_tokens(
+    spec: VisionSpec, config: PreTrainedConfig, row: PackedRow, ids: Tensor
+) -> list[DeferredCheck]:
     """Refuse a row that says where its images stand, with ids of image tokens elsewhere.
 
     Raises:
