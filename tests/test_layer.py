@@ -27,7 +27,7 @@ DOCUMENTS = random_documents([7, 1, 12, 30])
 @pytest.fixture
 def joined(monkeypatch):
     """What was added and normed at once, in the order of the calls."""
-    norm, seen = sys.modules["unsloth_pack.layers.norm"], []
+    norm, seen = sys.modules["unsloth_pack.layers.layer"], []
     own = norm.add_rms_norm
     monkeypatch.setattr(
         norm, "add_rms_norm", lambda x, added, *a: seen.append(added is None) or own(x, added, *a)

@@ -405,7 +405,7 @@ def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
         "granitemoe": "the nearest name is 'granite'",
         "qwen9": "the nearest name is 'qwen",  # which transformers does not know
         "qwen3_5": "the nearest name is 'qwen3_5_text'",
-        "gpt2": "add a file to unsloth_pack/models",  # nothing is near
+        "gpt2": "add it to unsloth_pack/models",  # nothing is near
     }.items():
         with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' has no patch; {near}") as refusal:
             arch_spec_for(model_type)

@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from unsloth_pack import patch_model
-from unsloth_pack.layers.norm import FastRMSNorm
+from unsloth_pack.layers.layer import FastRMSNorm
 from unsloth_pack.layers.vision.tower import FastTowerMLP
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
 from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
+from unsloth_pack.layers.kernel_warmup import compile_kernels
 from unsloth_pack.layers.layer import OwnCheckpointing
 from unsloth_pack.losses.head import (
     LabelledHead,
@@ -281,9 +282,12 @@ class FastCausalLM(CountedParameters):
 
     def _warm_up_kernels(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:
         """Compile the kernels of a first step side by side, those of a tower excepted."""
-        if call.described is not None:
-            decoder = self.fast_decoder
-            decoder.kernel_warmup.compile_kernels(decoder, call.described, loss_of, decoder.leak_probe)
+        decoder = self.fast_decoder
+        if decoder.kernels_are_compiled or call.described is None:
+            return
+        if decoder.training and torch.is_grad_enabled():
+            decoder.kernels_are_compiled = True
+            compile_kernels(decoder, call.described, loss_of, decoder.leak_probe)
 
     def _score_for_trl(self, trl_head: TrlHead, call: ForwardCall, step_labels: StepLabels) -> Any:
         call.inputs["use_cache"] = False

@@ -18,7 +18,6 @@ from transformers.utils.output_capturing import capture_outputs
 from unsloth_pack.cuda_graphs.shapes import Embedded
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.kernel_warmup import KernelWarmup
 from unsloth_pack.layers.layer import OwnCheckpointing, build_layer_inputs
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mlp import GateAndUpPlan
@@ -27,9 +26,13 @@ from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.losses.head import LOSS_KEYWORDS
 from unsloth_pack.models.spec import DEEPSTACK, ArchSpec
 from unsloth_pack.modules import no_compile
-from unsloth_pack.packed_row.describe import ROW_KEYWORDS, refuse_document_ids, row_from_call
+from unsloth_pack.packed_row.describe import (
+    ROW_KEYWORDS,
+    refuse_document_ids,
+    refuse_leaking_masks,
+    row_from_call,
+)
 from unsloth_pack.packed_row.labels import PaddedBatch
-from unsloth_pack.packed_row.leaking_masks import refuse_leaking_masks
 from unsloth_pack.packed_row.row import PackedRow
 
 
@@ -80,7 +83,7 @@ class FastDecoder(nn.Module):
     gate_and_up_plan: GateAndUpPlan
     unpadding: Unpadding
     leak_probe: DecoderProbe | None  # None once it has passed, or where it is not wanted
-    kernel_warmup: KernelWarmup
+    kernels_are_compiled: bool
     has_checked_trained_weights: bool
     has_checked_mask: bool
     answers_by_row: str | None  # class of the model around it, if that gives one answer a row

@@ -17,8 +17,7 @@ from unsloth_pack.kernels.launch import compile_in_parallel, triton
 from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.layers.leak_probe import (
     DecoderProbe,
-    disable_hooks,
-    discard_cached_casts,
+    bare_forward,
     packed_forward,
     side_effect_free_pass,
 )
@@ -29,45 +28,33 @@ from unsloth_pack.packed_row.row import PackedRow
 logger = logging.getLogger("unsloth_pack")
 
 
-class KernelWarmup:
-    """Compiles a decoder's kernels before its first training step."""
+def compile_kernels(
+    decoder: PackedDecoder,
+    described: PackedRow | PaddedBatch,
+    loss_of: Callable[[Tensor], Tensor],
+    probe: DecoderProbe | None,
+) -> None:
+    """Compile the kernels of a training step.
 
-    def __init__(self) -> None:
-        self._is_done = False
-
-    def compile_kernels(
-        self,
-        decoder: PackedDecoder,
-        described: PackedRow | PaddedBatch,
-        loss_of: Callable[[Tensor], Tensor],
-        probe: DecoderProbe | None,
-    ) -> None:
-        """Compile the kernels of a step, if it is the first.
-
-        `loss_of` computes the loss from the last hidden states `[B, T, C]`; `probe` is the leak probe.
-        """
-        if self._is_done or not (decoder.training and torch.is_grad_enabled()):
-            return
-        self._is_done = True
-        batch = described if isinstance(described, PaddedBatch) else None
-        row = described if isinstance(described, PackedRow) else described.row
-        if not _compiles_for(row.device) or torch.is_anomaly_enabled() or sharded_by(decoder) is not None:
-            return
-        only = find_layer_kinds(decoder)
-        try:
-            with compile_in_parallel(row.device), torch.autograd.set_multithreading_enabled(False):
-                with (
-                    side_effect_free_pass(decoder, dropout=True),
-                    disable_hooks(decoder),
-                    discard_cached_casts(decoder),
-                ):
-                    hidden = _run_layers(decoder, row, only)
-                    loss = loss_of(hidden if batch is None else batch.padded(hidden))
-                    _run_backward(loss, decoder)
-                if probe is not None and probe.is_due(decoder, row):
-                    probe.compile_kernels(decoder, only)
-        except Exception as error:  # the step itself reports it
-            logger.debug("kernels are not compiled side by side: %s", error)
+    Args:
+        loss_of: computes the loss from the last hidden states `[B, T, C]`.
+        probe: the leak probe, if it is still to run.
+    """
+    batch = described if isinstance(described, PaddedBatch) else None
+    row = described if isinstance(described, PackedRow) else described.row
+    if not _compiles_for(row.device) or torch.is_anomaly_enabled() or sharded_by(decoder) is not None:
+        return
+    only = find_layer_kinds(decoder)
+    try:
+        with compile_in_parallel(row.device), torch.autograd.set_multithreading_enabled(False):
+            with side_effect_free_pass(decoder, dropout=True), bare_forward(decoder):
+                hidden = _run_layers(decoder, row, only)
+                loss = loss_of(hidden if batch is None else batch.padded(hidden))
+                _run_backward(loss, decoder)
+            if probe is not None and probe.is_due(decoder, row):
+                probe.compile_kernels(decoder, only)
+    except Exception as error:  # the step itself reports it
+        logger.debug("kernels are not compiled side by side: %s", error)
 
 
 def find_layer_kinds(decoder: PackedDecoder) -> Collection[int]:

@@ -63,31 +63,27 @@ def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool 
 
 
 @contextmanager
-def disable_hooks(decoder: Walkable) -> Iterator[None]:
-    """Run no hook of a module and recompute no layer meanwhile."""
+def bare_forward(decoder: PackedDecoder) -> Iterator[None]:
+    """Run no hook of a module, recompute no layer, and keep none of autocast's casts."""
     saved = [
         (vars(module), name, vars(module)[name])
         for module in decoder.modules()
         for name in (*HOOKS, "gradient_checkpointing")
         if name in vars(module)
     ]
+    kind = decoder.get_input_embeddings().weight.device.type
     try:
         for attributes, name, _ in saved:
             attributes[name] = OrderedDict() if name in HOOKS else False
-        yield
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+            yield
     finally:
         for attributes, name, value in saved:
             attributes[name] = value
 
 
-def discard_cached_casts(decoder: PackedDecoder) -> torch.autocast:
-    """Keep autocast as it is, but discard its casts before the step that follows."""
-    kind = decoder.get_input_embeddings().weight.device.type
-    return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
-
-
 def packed_forward(decoder: PackedDecoder, *args: Any, **options: Any) -> DecoderOutput:
-    """Bypass transformers' recording of outputs, whose hooks `disable_hooks` would lose."""
+    """Bypass transformers' recording of outputs, whose hooks `bare_forward` would lose."""
     return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
 
 
@@ -221,7 +217,7 @@ class DecoderProbe:
         # A forward pass would gather parameters from other processes, which may not be at this point
         why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
-            with side_effect_free_pass(decoder), disable_hooks(decoder), discard_cached_casts(decoder):
+            with side_effect_free_pass(decoder), bare_forward(decoder):
                 why_not = look_for_leaks(_Decoder(decoder, self.attn_backend))
         if why_not is not None:
             logger.warning("not probed for leaks between documents: %s", why_not)
@@ -229,7 +225,7 @@ class DecoderProbe:
     def compile_kernels(self, decoder: PackedDecoder, only: Collection[int]) -> None:
         """Run these layers as `look` does, without checking the result."""
         documents = random_documents(_LENGTHS, 1, torch.Generator().manual_seed(0))
-        with side_effect_free_pass(decoder), disable_hooks(decoder), discard_cached_casts(decoder):
+        with side_effect_free_pass(decoder), bare_forward(decoder):
             _Decoder(decoder, self.attn_backend, only).reached_embeddings(documents, _SCORED)
 
 

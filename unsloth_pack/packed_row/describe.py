@@ -261,8 +261,8 @@ def _broadcast_per_token(name: str, values: Any, shape: tuple[int, int]) -> np.n
 
 def _read_lengths(name: str, values: Any, shape: tuple[int, int], has_mask: bool) -> list[list[int]]:
     """Read lists of lengths, one a row; they may also be the list of a single row."""
-    has_items = (isinstance(values, Sequence) or getattr(values, "ndim", 0)) and len(values)
-    is_nested = has_items and getattr(values[0], "ndim", isinstance(values[0], Sequence))
+    has_items = (isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0) and len(values) > 0
+    is_nested = has_items and bool(getattr(values[0], "ndim", isinstance(values[0], Sequence)))
     remedy = "give the length of each document"
     rows = [_read_whole(name, row, remedy) for row in (values if is_nested else [values])]
     if any(row.ndim != 1 for row in rows):
@@ -403,3 +403,36 @@ def refuse_document_ids(attention_mask: Any) -> None:
             f"attention_mask holds document ids, up to {int(attention_mask.max())}, which alone do not "
             "separate documents; give packed_seq_lengths, or position_ids that restart"
         )
+
+
+def refuse_leaking_masks(masks: Any, position_ids: Any) -> None:
+    """Refuse masks by which a token sees one of another document.
+
+    Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
+
+    Args:
+        masks: of an ordinary batch: by the type of layer, `[B, 1, T, T]` each; anything else passes.
+        position_ids: `[B, T]`, from 0 in each document; anything else passes.
+
+    Raises:
+        InputError: names the token that sees too much.
+    """
+    if not isinstance(masks, dict) or getattr(position_ids, "ndim", 0) != 2 or is_tracing(position_ids):
+        return
+    if position_ids.shape[1] == 1:
+        return
+    documents = (position_ids == 0).cumsum(dim=1)
+    if int(documents.max()) <= 1:
+        return
+    is_other = documents[:, :, None] != documents[:, None, :]
+    for mask in masks.values():
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[2:] != is_other.shape[1:]:
+            continue
+        sees = mask[:, 0]
+        sees = sees & is_other & ~sees.all(dim=-1, keepdim=True)  # rows of padding, which see all or nothing
+        if sees.any():
+            row, token, other = sees.nonzero()[0].tolist()
+            raise InputError(
+                f"token {token} of row {row} would see token {other} of another document; call the model "
+                "with its head"
+            )

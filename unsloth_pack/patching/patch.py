@@ -34,16 +34,13 @@ from unsloth_pack.layers.forward_slot import (
     drop_wrapped_forward,
     read_forwards,
 )
-from unsloth_pack.layers.kernel_warmup import KernelWarmup
-from unsloth_pack.layers.layer import FastLayer, FastTrainedTokens, is_plain, trains_tokens
+from unsloth_pack.layers.layer import NORMS, FastLayer, FastTrainedTokens, is_plain, trains_tokens
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mixers import Choice, Request
 from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, FastMLP, GateAndUpPlan
 from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
-from unsloth_pack.layers.norm import NORMS
 from unsloth_pack.layers.rotary import RotaryTables, rotary_module, rotary_tables
-from unsloth_pack.layers.sequence_classification import FastSequenceClassification
-from unsloth_pack.layers.unpadding import Unpadding
+from unsloth_pack.layers.unpadding import FastSequenceClassification, Unpadding
 from unsloth_pack.layers.vision.vision_lm import FastVisionLM
 from unsloth_pack.lora.expert_stacks import is_experts
 from unsloth_pack.lora.linear import FastLoraLinear
@@ -361,7 +358,7 @@ def _swap_decoder(
         gate_and_up_plan=gate_and_up_plan,
         unpadding=patch.unpadding,
         leak_probe=DecoderProbe(patch.report.attn_backend),
-        kernel_warmup=KernelWarmup(),
+        kernels_are_compiled=False,
         has_checked_trained_weights=False,
         has_checked_mask=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,

@@ -11,9 +11,9 @@ from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backe
 from unsloth_pack.attention.backends import choose_backend_for_other_keys, why_not_captured
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
+from unsloth_pack.layers.layer import FastRMSNorm
 from unsloth_pack.layers.mixers import Choice, Request
 from unsloth_pack.layers.mixers.attention import read_attention_options
-from unsloth_pack.layers.norm import FastRMSNorm
 from unsloth_pack.layers.vision.tower import (
     NORMS,
     READ_ON_HOST,

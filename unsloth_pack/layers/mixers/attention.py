@@ -3,21 +3,21 @@
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 
 from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, attend_dense, choose_backend
 from unsloth_pack.attention.backends import why_not_captured
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import QKNorm, rope_qk
-from unsloth_pack.layers.mixers.contract import Choice, Request
-from unsloth_pack.layers.norm import norm_eps
+from unsloth_pack.layers.layer import norm_eps
+from unsloth_pack.layers.mixers.contract import Choice, Mixer, Request
 from unsloth_pack.layers.rotary import double_angles, scale_queries
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
@@ -25,21 +25,53 @@ from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 
-class FastAttention(nn.Module):
-    """Replaces the class of a transformers attention module; its parameters and attributes stay."""
+class SoftmaxAttention(nn.Module):
+    """Attends within the documents of a packed row, or over an ordinary batch."""
 
     spec: ArchSpec
     attn_backend: str
     # Of transformers' module
     config: PreTrainedConfig
     layer_idx: int
+    sinks: Tensor
+
+    def _lay_out(self, x_BTHD: Tensor, row: PackedRow | None) -> Tensor:
+        """Return `[N, H, D]` for a packed row, `[B, H, T, D]` for an ordinary batch."""
+        return x_BTHD.transpose(1, 2) if row is None else x_BTHD.flatten(0, 1)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row: PackedRow | None,
+        mask: Tensor | None,
+        kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend from q to k and v, laid out, where `kwargs` are the other arguments of the layer's call."""
+        is_wanted = kwargs.get("output_attentions")
+        if self.config.output_attentions if is_wanted is None else is_wanted:
+            raise InputError(
+                "output_attentions=True: a patched model builds no attention weights; set it to False"
+            )
+        options = read_attention_options(self, self.spec)
+        sinks = self.sinks if self.spec.sinks else None
+        if self.spec.query_scale:
+            q = scale_queries(q, kwargs["position_ids"] if row is None else row.position_ids, self.config)
+        if row is None:
+            return attend_dense(q, k, v, mask, options, sinks)
+        return attend(q, k, v, row, options, self.attn_backend, sinks)
+
+
+class FastAttention(SoftmaxAttention):
+    """Replaces the class of a transformers attention module; its parameters and attributes stay."""
+
     head_dim: int
     num_key_value_heads: int
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
     qkv_proj: nn.Module
-    sinks: Tensor
     residual_dropout: float = 0.0
 
     @no_compile
@@ -48,7 +80,7 @@ class FastAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, ...] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         packed_row: PackedRow | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -65,32 +97,19 @@ class FastAttention(nn.Module):
         Returns:
             `[B, T, hidden]`, and None in place of attention weights, which are never built.
         """
-        refuse_attention_weights(self.config, kwargs)
-        batch, length = hidden_states.shape[:2]
-        options = read_attention_options(self, self.spec)
-        sinks = self.sinks if self.spec.sinks else None
         tables = position_embeddings if rotates(self, self.spec) else None
         q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, tables is not None)
-        if packed_row is not None:
-            q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-            if tables is not None:
-                q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, *tables, qk_norm=qk_norm)
-            if self.spec.query_scale:
-                q_NHD = scale_queries(q_NHD, packed_row.position_ids, self.config)
-            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend, sinks)
-        else:
-            q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-            if tables is not None:
-                cos_sin = (double_angles(table, self.spec) for table in tables)
-                q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *cos_sin, qk_norm=qk_norm)
-            if self.spec.query_scale:
-                q_BHTD = scale_queries(q_BHTD, kwargs["position_ids"], self.config)
-            if past_key_values is not None:
-                k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
-            out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options, sinks)
+        q, k, v = (self._lay_out(x, packed_row) for x in (q_BTHD, k_BTKD, v_BTKD))
+        if tables is not None:
+            if packed_row is None:
+                tables = tuple(double_angles(table, self.spec) for table in tables)
+            q, k = self._rotate(q, k, *tables, qk_norm=qk_norm)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        out = self._attend(q, k, v, packed_row, attention_mask, kwargs)
         if gate is not None:
             out = out.reshape(gate.shape) * torch.sigmoid(gate)
-        out = getattr(self, self.spec.name("o_proj"))(out.reshape(batch, length, -1))
+        out = getattr(self, self.spec.name("o_proj"))(out.reshape(*hidden_states.shape[:2], -1))
         if self.residual_dropout:
             out = F.dropout(out, self.residual_dropout, self.training)
         return out, None
@@ -103,13 +122,9 @@ class FastAttention(nn.Module):
         return q, k
 
     def _project(
-        self, hidden_states: Tensor, turns: bool
+        self, hidden_states: Tensor, rotates: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
-        """Compute q, k, v `[B, T, heads, D]`, the output's gate `[B, T, H, D]`, and the norm still to apply.
-
-        Args:
-            turns: q and k go through the rotary kernel, which can norm them too.
-        """
+        """Compute q, k, v `[B, T, heads, D]`, the output's gate, and the norm left to the rotary kernel."""
         by_head = (*hidden_states.shape[:2], -1, self.head_dim)
         if self.spec.fused_qkv:
             n_q, n_kv = (
@@ -123,22 +138,13 @@ class FastAttention(nn.Module):
             q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
         if has_qk_norm(self, self.spec) and not self.spec.qk_norm_after_rope:
-            qk_norm = fuse_qk_norm(self, self.spec) if turns else None
+            qk_norm = fuse_norms(*get_qk_norms(self, self.spec), self.spec) if rotates else None
             q_norm, k_norm = get_qk_norms(self, self.spec)
             if qk_norm is None and self.spec.qk_norm == "flat":
                 q, k = q_norm(q), k_norm(k)
             elif qk_norm is None:
                 q, k = q_norm(q.view(by_head)), k_norm(k.view(by_head))
         return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
-
-
-def refuse_attention_weights(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call whose keywords, or else the configuration, ask for attention weights."""
-    is_wanted = kwargs.get("output_attentions")
-    if config.output_attentions if is_wanted is None else is_wanted:
-        raise InputError(
-            "output_attentions=True: a patched model builds no attention weights; set it to False"
-        )
 
 
 def read_attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
@@ -182,11 +188,6 @@ def get_qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
     return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
 
 
-def fuse_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
-    """Return the q and k norms of an attention module for the rotary kernel, or None."""
-    return fuse_norms(*get_qk_norms(attention, spec), spec)
-
-
 def fuse_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
     """Return these norms for the rotary kernel, or None if something wraps, shards or hooks them."""
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
@@ -196,51 +197,39 @@ def fuse_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
 
 
-def choose_for(need: AttentionNeed, request: Request) -> Choice:
-    """Choose the backend for the attention of one layer.
-
-    Raises:
-        BackendUnavailable: the requested one cannot run.
-    """
-    name, reason = choose_backend(request.backend, need, request.source)
-    return Choice(name, reason, why_not_captured(name), BACKENDS[name].room_is_free)
-
-
-# Attributes of transformers' attention modules that the forward reads, or that change nothing
-_KNOWN = frozenset({
-    "config", "layer_idx", "layer_type", "attention_type", "hidden_size", "head_dim", "num_heads",
-    "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "scaling", "is_causal",
-    "attention_dropout", "residual_dropout", "rope_parameters", "o_proj",
-})  # fmt: skip
-
-
-def _known_by_field(spec: ArchSpec) -> Iterator[str]:
-    """Yield the attributes that a field of the spec names."""
-    yield from ("qkv_proj",) if spec.fused_qkv else ("q_proj", "k_proj", "v_proj")
-    if spec.window != "none":
-        yield from ("sliding_window", "is_sliding", "sliding_window_pattern")
-    if spec.qk_norm is not None:
-        yield from ("q_norm", "k_norm", "use_qk_norm")
-    if spec.rope_layers == "use_rope":
-        yield "use_rope"
-    yield from filter(None, (spec.softcap, spec.key_multiplier))
-    if spec.sinks:
-        yield "sinks"
-
-
-class AttentionMixer:
-    """Softmax attention by the backends of `unsloth_pack.attention`: a `Mixer`."""
+class AttentionMixer(Mixer):
+    """Softmax attention by the backends of `unsloth_pack.attention`."""
 
     attribute = "self_attn"
     forward: type[nn.Module] = FastAttention
+    known_names = """
+        config layer_idx layer_type attention_type hidden_size head_dim num_heads num_attention_heads
+        num_key_value_heads num_key_value_groups scaling is_causal attention_dropout residual_dropout
+        rope_parameters o_proj
+        """
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         options = read_attention_options(module, spec)
-        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        return choose_for(need, request)
+        of_q, of_v = self.head_sizes(module)
+        need = AttentionNeed(request.device_type, request.dtype, of_q, options, of_v)
+        name, reason = choose_backend(request.backend, need, request.source)
+        return Choice(name, reason, why_not_captured(name), BACKENDS[name].room_is_free)
+
+    def head_sizes(self, module: Any) -> tuple[int, int]:
+        """Return the head sizes of q and k, and of v."""
+        return module.head_dim, module.head_dim
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        names = (*_KNOWN, *_known_by_field(spec))
+        names = [*super().known(spec), *filter(None, (spec.softcap, spec.key_multiplier))]
+        names += ["qkv_proj"] if spec.fused_qkv else ["q_proj", "k_proj", "v_proj"]
+        if spec.window != "none":
+            names += ["sliding_window", "is_sliding", "sliding_window_pattern"]
+        if spec.qk_norm is not None:
+            names += ["q_norm", "k_norm", "use_qk_norm"]
+        if spec.rope_layers == "use_rope":
+            names.append("use_rope")
+        if spec.sinks:
+            names.append("sinks")
         return frozenset({*spec.only, *spec.unread, *names, *map(spec.name, names)})
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
@@ -253,6 +242,6 @@ class AttentionMixer:
         fused["rotary embedding"] = f"of q and k {how}"
         if not has_qk_norm(module, spec) or spec.qk_norm_after_rope:
             return fused, {}
-        if fuse_qk_norm(module, spec) is None:
+        if fuse_norms(*get_qk_norms(module, spec), spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
         return fused | {"QK norm": "with the rotary embedding"}, {}

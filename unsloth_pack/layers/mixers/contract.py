@@ -1,8 +1,9 @@
 """Define what every mixer offers. A mixer is what a decoder layer does between tokens."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ class Request:
     backend: str  # "auto" or a name
     source: str  # who asks for it, for messages
     config: PreTrainedConfig | None = None  # of the decoder
-    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Hashable, str | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, find: Callable[[], str | None]) -> str | None:
         """Return the result of `find`, cached by `key`: layers of a kind are alike."""
         if key not in self._cache:
             self._cache[key] = find()
@@ -40,50 +41,31 @@ class Choice:
     remedy: str | None = None  # how to make it much faster here, or None; logged as a warning
 
 
-class Mixer(Protocol):
-    """One kind of mixer.
+class Mixer(ABC):
+    """One kind of mixer. No document of a packed row may reach another through its `forward`."""
 
-    Args:
-        attribute: the name under which a decoder layer holds it, unless `ArchSpec.names` has another.
-        forward: the class that replaces transformers'. Its forward gets the layer's `hidden_states [B, T,
-            C]`, `position_embeddings`, and `packed_row` (None for an ordinary batch), and returns what
-            transformers' does. No document of a packed row may reach another.
-    """
+    attribute: str  # the name under which a decoder layer holds it, unless `ArchSpec.names` has another
+    # The class that replaces transformers'. Its forward takes the layer's `hidden_states [B, T, C]`,
+    # `position_embeddings` and `packed_row` (None for an ordinary batch), and returns what transformers' does
+    forward: type[nn.Module]
+    known_names: str  # parameters, submodules and attributes that `forward` accounts for
 
-    @property
-    def attribute(self) -> str: ...
-
-    @property
-    def forward(self) -> type[nn.Module]: ...
-
+    @abstractmethod
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         """Choose how the module of one layer computes.
 
         Raises:
             BackendUnavailable: it cannot compute as requested.
         """
-        ...
+
+    @abstractmethod
+    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
+        """Return the attributes that `forward` reads beside transformers'; `backend` is the requested one."""
+
+    @abstractmethod
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Report what is fused and what is not, by kind; `how` says where a kernel runs."""
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        """Name the parameters, submodules and attributes of transformers' module that `forward` accounts for.
-
-        A module with others is refused.
-        """
-        ...
-
-    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
-        """Return the attributes that `forward` reads beside transformers' own.
-
-        Args:
-            backend: the requested attention backend.
-            choice: what `choose` returned for the module.
-        """
-        ...
-
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Report what is fused and what is not, by kind of layer.
-
-        Args:
-            how: where a kernel runs, as "in one kernel".
-        """
-        ...
+        """Name what transformers' module may have. A module with more is refused."""
+        return frozenset(self.known_names.split())

@@ -11,37 +11,21 @@ Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D h
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache
 
-from unsloth_pack.attention import attend, attend_dense
 from unsloth_pack.kernels import rms_norm, rope_qk
 from unsloth_pack.layers.layer import SharedKeysAndValues
-from unsloth_pack.layers.mixers.attention import (
-    AttentionMixer,
-    fuse_norms,
-    read_attention_options,
-    refuse_attention_weights,
-)
+from unsloth_pack.layers.mixers.attention import AttentionMixer, SoftmaxAttention, fuse_norms
+from unsloth_pack.layers.mixers.contract import Mixer
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
-_KNOWN = frozenset({
-    "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "is_causal", "scaling",
-    "is_sliding", "sliding_window", "attention_dropout", "use_alternative_attention", "is_kv_shared_layer",
-    "store_full_length_kv", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm",
-})  # fmt: skip
 
-
-class FastSharedKVAttention(nn.Module):
+class FastSharedKVAttention(SoftmaxAttention):
     """Replaces the class of a transformers attention module that may share keys and values."""
 
-    spec: ArchSpec
-    attn_backend: str
-    # Of transformers' module
-    config: PreTrainedConfig
-    layer_idx: int
     layer_type: str
     head_dim: int
     is_kv_shared_layer: bool
@@ -59,10 +43,11 @@ class FastSharedKVAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, ...] | None = None,
+        position_embeddings: tuple[Tensor, ...],
         attention_mask: Tensor | None = None,
-        shared_kv_states: SharedKeysAndValues | None = None,
-        past_key_values: Any = None,
+        *,
+        shared_kv_states: SharedKeysAndValues,
+        past_key_values: Cache | None = None,
         packed_row: PackedRow | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -71,33 +56,20 @@ class FastSharedKVAttention(nn.Module):
         Args:
             shared_kv_states: of all layers: twice `[N, K, D]` for a packed row, twice `[B, K, S, D]` else.
         """
-        refuse_attention_weights(self.config, kwargs)
-        assert position_embeddings is not None
-        assert shared_kv_states is not None
-        batch, length = hidden_states.shape[:2]
-        options = read_attention_options(self, self.spec)
-
-        def lay_out(x_BTXD: Tensor) -> Tensor:
-            """Return `[N, X, D]` for a packed row, `[B, X, T, D]` for an ordinary batch."""
-            return x_BTXD.transpose(1, 2) if packed_row is None else x_BTXD.flatten(0, 1)
-
         if self.is_kv_shared_layer:
             (q,) = self._project_by_head(hidden_states, (self.q_proj,))
-            q = self._rotate_queries(lay_out(q), position_embeddings)
+            q = self._rotate_queries(self._lay_out(q, packed_row), position_embeddings)
             k, v = shared_kv_states[self.layer_type]
         else:
             q, k, v = self._project_qkv(hidden_states)
-            q, k = self._rotate(lay_out(q), lay_out(k), position_embeddings)
-            v = lay_out(self._norm_values(v))
+            q, k, v = (self._lay_out(x, packed_row) for x in (q, k, self._norm_values(v)))
+            q, k = self._rotate(q, k, position_embeddings)
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_idx)
         if self.store_full_length_kv:
             shared_kv_states[self.layer_type] = k, v
-        if packed_row is not None:
-            out = attend(q, k, v, packed_row, options, self.attn_backend)
-        else:
-            out = attend_dense(q, k, v, attention_mask, options)
-        return self.o_proj(out.reshape(batch, length, -1)), None
+        out = self._attend(q, k, v, packed_row, attention_mask, kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:2], -1)), None
 
     def _project_by_head(self, hidden_states: Tensor, projections: tuple[nn.Module, ...]) -> list[Tensor]:
         """Compute `[B, T, heads, D]` of each."""
@@ -131,9 +103,14 @@ class FastSharedKVAttention(nn.Module):
 
 
 class SharedKVAttentionMixer(AttentionMixer):
-    """Attention with shared keys and values by the backends of `unsloth_pack.attention`: a `Mixer`."""
+    """Attention with shared keys and values by the backends of `unsloth_pack.attention`."""
 
     forward: type[nn.Module] = FastSharedKVAttention
+    known_names = """
+        config layer_idx layer_type head_dim num_key_value_groups is_causal scaling is_sliding sliding_window
+        attention_dropout use_alternative_attention is_kv_shared_layer store_full_length_kv q_proj k_proj
+        v_proj o_proj q_norm k_norm v_norm
+        """
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         fused = {"attention": "documents kept apart", "rotary embedding": f"of q and k {how}"}
@@ -142,4 +119,4 @@ class SharedKVAttentionMixer(AttentionMixer):
         return fused | {"QK norm": "with the rotary embedding"}, {}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        return _KNOWN
+        return Mixer.known(self, spec)

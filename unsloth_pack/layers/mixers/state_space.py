@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.errors import first_line
-from unsloth_pack.layers.mixers.contract import Choice, Request
+from unsloth_pack.layers.mixers.contract import Choice, Mixer, Request
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
@@ -99,8 +99,8 @@ class FastStateLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class StateMixer:
-    """A `Mixer` of layers that carry a state."""
+class StateMixer(Mixer):
+    """Layers that carry a state."""
 
     kind: str  # for the report
     attribute: str
@@ -129,9 +129,6 @@ class StateMixer:
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         return {}, {self.kind: "as transformers wrote it, documents kept apart; its LoRA layers one by one"}
-
-    def known(self, spec: ArchSpec) -> frozenset[str]:
-        return frozenset(self.known_names.split())
 
     def _why_not_in_one_row(self, module: Any, request: Request) -> str | None:
         own = getattr(module, "original_module", module)
