@@ -9,8 +9,10 @@ import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
-from transformers import TrainerCallback, trainer
+from transformers import TrainerCallback
+from transformers.trainer import DEFAULT_CALLBACKS
 
 import unsloth_pack
 from unsloth_pack.cli import main
@@ -37,7 +39,7 @@ class Tracer(TrainerCallback):
 
 def files_of_a_step(folder: str) -> list[str]:
     """Train the packed demo for a few updates in a new folder; returns paths below the package."""
-    trainer.DEFAULT_CALLBACKS.append(Tracer)
+    cast(list[type], DEFAULT_CALLBACKS).append(Tracer)
     main(["--sample_packing", "--max_steps", str(TRACED + 2), "--output_dir", folder])
     return [*Tracer.files]
 

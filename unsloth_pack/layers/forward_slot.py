@@ -21,9 +21,7 @@ from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
-from unsloth_pack.layers.deferred_checks import DeferredCheck
 from unsloth_pack.losses.head import TrlHead
-from unsloth_pack.losses.trl_head import TrlHead
 from unsloth_pack.packed_row.labels import DeferredCheck, PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 

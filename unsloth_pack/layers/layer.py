@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import add_rms_norm, rms_norm
-from unsloth_pack.layers.norm import FastRMSNorm
 from unsloth_pack.lora.linear import with_recipe
 from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 

@@ -39,8 +39,7 @@ from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_
 from unsloth_pack.kernels.arguments import Field
 from unsloth_pack.lora.linear import why_not_fused
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.hooks import has_hooks
-from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module, is_managed_by_fsdp
+from unsloth_pack.modules import GATHERED_BY_MODULE, has_hooks, is_gathered_by_module, is_managed_by_fsdp
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 T = TypeVar("T")
