@@ -13,10 +13,9 @@ from datasets import Dataset
 from torch.autograd import DeviceType
 from transformers import GPT2Config
 
-from unsloth_pack.bench import Case, Failed, Figures, measure_apart
 from unsloth_pack.bench.breakdown import CATEGORIES, break_down, kernel_category
+from unsloth_pack.bench.measure import Case, Failed, Figures, measure, measure_apart
 from unsloth_pack.bench.measure import main as measure_main
-from unsloth_pack.bench.measure import measure
 from unsloth_pack.cli import bench, main
 from unsloth_pack.errors import InputError
 
@@ -27,7 +26,9 @@ LINES = ["patched, packed", "patched, padded", "plain, packed", "plain, padded"]
 def in_this_process(monkeypatch, tmp_path_factory):
     """Runs without a process for each, whose imports take long."""
     folder = tmp_path_factory.mktemp("runs")
-    monkeypatch.setattr("unsloth_pack.bench.measure_apart", lambda case: measure(case, folder, time.time()))
+    monkeypatch.setattr(
+        "unsloth_pack.bench.measure.measure_apart", lambda case: measure(case, folder, time.time())
+    )
 
 
 def test_four_runs_and_a_breakdown(model, data, in_this_process, tmp_path, capsys):
@@ -74,7 +75,7 @@ def answers(monkeypatch):
         return answer
 
     planned = {}
-    monkeypatch.setattr("unsloth_pack.bench.measure_apart", measure)
+    monkeypatch.setattr("unsloth_pack.bench.measure.measure_apart", measure)
     return planned, asked
 
 

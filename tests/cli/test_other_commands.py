@@ -77,15 +77,6 @@ def test_more_new_tokens_than_positions(model, capsys):
     assert "--max_new_tokens is 300, but the model has 256 positions" in capsys.readouterr().err
 
 
-def test_prompts_that_are_not_text(model, capsys, monkeypatch):
-    lines = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", lines)
-    assert main(["generate", "--model_name", model, "--max_new_tokens", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "is not utf-8" in said.lower()
-    assert said.count("\n") == 1
-
-
 def test_an_adapter_whose_base_is_not_there(finished, capsys):
     config = finished / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "../gone"}))

@@ -59,7 +59,6 @@ def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monke
         (["--binsize", "0"], "give a whole number of at least 1"),
         (["--image_sizes", "64"], "such as 1024x768"),
         (["--image_sizes", "64x0"], "give a whole number of at least 1"),
-        (["--vision_patch", "8"], "vision_patch is 8 without images; give --image_sizes too"),
         (["--dataset", "no-such.json"], "no-such.json"),
         (["--model_name", "no-such-folder/"], "no-such-folder"),
     ],

@@ -11,21 +11,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import is_flash_attn_2_available
 
 import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.bench.breakdown import break_down
-from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
 from unsloth_pack.checkpoints.loading import (
     load_model,
     load_tokenizer,
@@ -47,6 +54,45 @@ _WARM_UP = {"cuda": 10, "cpu": 1}  # steps, to compile kernels and capture commo
 _STDERR_TAIL = 2000  # characters of a process without an answer
 
 
+@dataclass(frozen=True)
+class Case:
+    """One short training run, as JSON between processes."""
+
+    model_name: str  # "demo", a folder or a hub name of a model, not of an adapter
+    rows: str  # folder of tokenised documents, or of packed rows
+    is_packed: bool
+    is_patched: bool  # else plain transformers and PEFT
+    max_seq_length: int
+    rows_per_step: int  # of a micro-batch, which is the whole update
+    steps: int  # measured or profiled, after the warm-up
+    load_in_4bit: bool = False
+    load_in_fp8: bool = False  # of the patched model; the plain one stays in 16 bits
+    attn_backend: str = "auto"
+    use_gradient_checkpointing: bool | Literal["offload", "unsloth", "auto"] = (
+        False  # the plain model recomputes unless it is False
+    )
+    is_profiled: bool = False  # break the step down instead of timing it
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a run. Speeds count no padding."""
+
+    attention: str
+    step_graphs: str | None  # the captured graphs of the step, or why there are none; None for a plain model
+    startup_seconds: float  # from the start of the process to the first step
+    first_step_seconds: float  # with compilation
+    step_ms: float  # mean over the steps; the profiler slows the host
+    tokens_per_second: float
+    documents_per_second: float
+    tokens_padded: float  # the padding's share of the computed tokens
+    peak_memory_bytes: int
+    peak_memory_of: str
+    core_share: float | None = None  # of the measured time, in which the thread had a core; None on a GPU
+    kernel_ms: dict[str, float] | None = None  # of a profiled step, by category
+    busy_ms: float | None = None  # of a profiled step, with any activity
+
+
 class Failed(RuntimeError):
     """A run without figures; the message says why in one line."""
 
@@ -62,13 +108,17 @@ def main(folder: Path, started: float) -> None:
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
-def measure(case: Case, folder: Path, started: float) -> Figures:
-    """Train for a few steps.
+def plain_packing_leaks() -> bool:
+    """Return True if transformers' own attention on this machine leaks between packed documents.
 
-    Args:
-        folder: for the trainer's output.
-        started: the `time.time()` of the request.
+    Only FlashAttention's varlen form never does. The other backends read the boundaries from `position_ids`,
+    and ignore them with a cache or a mask.
     """
+    return not (torch.cuda.is_available() and is_flash_attn_2_available())
+
+
+def measure(case: Case, folder: Path, started: float) -> Figures:
+    """Train for a few steps, with the trainer's output in `folder`; `started` is the time of the request."""
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     if case.is_profiled:
@@ -81,7 +131,21 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     if case.is_profiled:
         profiler = profile(activities=activities)
         watch.on_first, watch.on_last = profiler.start, profiler.stop
-    trainer = _make_trainer(case, model, tokenizer, rows, folder, watch)
+    config = sft_config(
+        str(folder / "out"),
+        padding_free=case.is_packed,
+        dtype=weight_dtype(None),
+        per_device_train_batch_size=case.rows_per_step,
+        gradient_accumulation_steps=1,
+        max_steps=watch.last,
+        learning_rate=2e-4,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        seed=SEED,
+    )
+    trainer = make_trainer(model, tokenizer, config, rows, None, [watch])
     watch.trainer = trainer
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -89,30 +153,28 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     trainer.train()
 
     n_bytes, what = peak_memory()
-    documents = len(document_lengths(rows))
-    total_tokens = sum(map(len, rows.with_format("numpy")["input_ids"]))
-    figures: dict[str, Any] = {}
-    if case.is_profiled:
-        breakdown = break_down(profiler.events(), case.steps, on_gpu)
-        figures = {"kernel_ms": breakdown.ms, "busy_ms": breakdown.busy_ms}
+    lengths = document_lengths(rows)
+    breakdown = break_down(profiler.events(), case.steps, on_gpu) if case.is_profiled else None
     patch = patch_of(model)
+    base_model: Any = model.get_base_model()
     return Figures(
-        attention=patch.report.attn_backend if patch else model.config._attn_implementation,
-        step_graphs=str(model.get_base_model().base_model.step_graphs) if patch else None,
+        attention=patch.report.attn_backend if patch else str(model.config._attn_implementation),
+        step_graphs=str(base_model.get_decoder().step_graphs) if patch else None,
         startup_seconds=startup_seconds,
         first_step_seconds=watch.first_step_seconds,
         step_ms=1e3 * watch.seconds / case.steps,
         tokens_per_second=watch.tokens / watch.seconds,
-        documents_per_second=watch.tokens * documents / total_tokens / watch.seconds,
+        documents_per_second=watch.tokens / float(lengths.mean()) / watch.seconds,
         tokens_padded=1 - watch.tokens / watch.slots,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
         core_share=None if on_gpu else watch.core_seconds / watch.seconds,
-        **figures,
+        kernel_ms=breakdown.ms if breakdown else None,
+        busy_ms=breakdown.busy_ms if breakdown else None,
     )
 
 
-def _patched_model(case: Case) -> tuple[Any, Any]:
+def _patched_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     model, tokenizer = FastLanguageModel.from_pretrained(
         case.model_name,
         case.max_seq_length,
@@ -127,7 +189,7 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _plain_model(case: Case) -> tuple[Any, Any]:
+def _plain_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """Load the same model and adapter with plain transformers and PEFT, and their best attention here."""
     set_seed(SEED)
     source, dtype = resolve(case.model_name)[0], weight_dtype(None)
@@ -142,26 +204,6 @@ def _plain_model(case: Case) -> tuple[Any, Any]:
     model = get_peft_model(model, config)
     enable_checkpointing(model, case.use_gradient_checkpointing is not False)
     return model, load_tokenizer(source)
-
-
-def _make_trainer(
-    case: Case, model: Any, tokenizer: Any, rows: Dataset, folder: Path, watch: "_Watch"
-) -> RunTrainer:
-    config = sft_config(
-        str(folder / "out"),
-        padding_free=case.is_packed,
-        dtype=weight_dtype(None),
-        per_device_train_batch_size=case.rows_per_step,
-        gradient_accumulation_steps=1,
-        max_steps=watch.last,
-        learning_rate=2e-4,
-        optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        seed=SEED,
-    )
-    return make_trainer(model, tokenizer, config, rows, None, [watch])
 
 
 class _Watch(TrainerCallback):
@@ -203,7 +245,6 @@ class _Watch(TrainerCallback):
 
 
 def _now() -> float:
-    """Return seconds once the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,114 +1,154 @@
-"""`unsloth-pack generate`: what a model answers."""
+"""`unsloth-pack generate`: what a model answers to a prompt, perhaps about images."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from unsloth_pack.config import Parser
-from unsloth_pack.config.values import Count, FilePath, NotNegative
+from unsloth_pack.config.values import Count, NotNegative
 from unsloth_pack.errors import InputError
 from unsloth_pack.run.data_flags import check_sources
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from unsloth_pack.images.tokens import ImageTokens
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the answer to `--prompt`, or to every line of standard input, as it is generated.
 
     With `--image`, which may be given several times, every prompt is asked about these images.
-
-    Raises:
-        InputError: a bad argument, a prompt that is empty, too long or no text, or a model that cannot be
-            loaded.
     """
-    given = _parser().parse(arguments)
-    prompts = [given["prompt"]] if "prompt" in given else _lines(sys.stdin)
-    if given.get("prompt", "-").strip() == "":
-        raise InputError(f"prompt is {given['prompt']!r}; give some text")
-    check_sources(given)
+    flags = _parser().parse(arguments)
+    if flags.get("prompt", "-").strip() == "":
+        raise InputError(f"prompt is {flags['prompt']!r}; give some text")
+    prompts = [flags["prompt"]] if "prompt" in flags else (line.rstrip("\n") for line in sys.stdin)
+    check_sources(flags)
 
     from unsloth_pack.cli.quiet import quieten
 
     quieten()
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.cli.prompts import encode
 
-    name, files = given.get("model_name", "demo"), given.get("image", [])
+    name, files = flags.get("model_name", "demo"), flags.get("image", [])
     options: dict[str, Any] = {"max_seq_length": 1}  # no row will be packed
-    options |= {option: given[option] for option in ("dtype", "load_in_4bit") if option in given}
+    options |= {option: flags[option] for option in ("dtype", "load_in_4bit") if option in flags}
     if files:
-        model, tokenizer, encoded = _load_with_images(name, files, options)
+        model, tokenizer, encode_prompt = _load_with_images(name, files, options)
     else:
         model, tokenizer = FastLanguageModel.from_pretrained(name, **options)
-        encoded = partial(encode, tokenizer, model_type=model.config.model_type)
+        encode_prompt = partial(encode, tokenizer, model_type=model.config.model_type)
     model = FastLanguageModel.for_inference(model)
-    _answer(model, tokenizer, map(encoded, filter(str.strip, prompts)), given)
+    _answer(model, tokenizer, map(encode_prompt, filter(str.strip, prompts)), flags)
     return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
+    add = parser.add_argument
+    parser.add_option("model_name", "demo, a folder of a model or an adapter, or a hub name (default: demo)")
+    add("--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)")
+    about = "an image to ask about; several are given one by one. <image> in the prompt says where each"
+    add("--image", action="append", metavar="FILE", help=f"{about} belongs (default: before the prompt)")
+    add("--max_new_tokens", type=Count, metavar="TOKENS", help="length of the longest answer (default: 128)")
+    add("--temperature", type=NotNegative, help="of sampling; 0 takes the most likely token (default: 0)")
+    parser.add_option("dtype")
+    parser.add_option("load_in_4bit")
+    return parser
 
 
 def _load_with_images(
     name: str, files: Sequence[str], options: dict[str, Any]
-) -> tuple[Any, Any, Callable[[str], Any]]:
-    """A model of vision and language, its tokenizer, and what makes its inputs of a prompt.
-
-    Raises:
-        InputError: the model takes no images, refuses one of these, or they are not prepared here.
-    """
-    from unsloth_pack.cli.prompts import encode_with_images, open_images, refuse_sizes
-    from unsloth_pack.images.families import make_image_family
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, Callable[[str], BatchEncoding]]":
+    """Return a model that takes images, its tokenizer, and a function that encodes a prompt about these."""
     from unsloth_pack.images.tokens import IMAGE_TOKENS
     from unsloth_pack.run.images import takes_images
     from unsloth_pack.vision_api import FastVisionModel
 
     if not takes_images(name):
         raise InputError(f"--image is {files[0]!r}, and {name} takes no images; leave it out")
-    images = open_images(files)
+    images = [_open_image(file) for file in files]
     model, processor = FastVisionModel.from_pretrained(name, **options)
-    refuse_sizes(files, images, make_image_family(model.config, processor.image_processor))
     tokens = IMAGE_TOKENS[model.config.model_type]
     return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
-    parser.add_argument(
-        "--model_name",
-        type=FilePath,
-        help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
-    )
-    parser.add_argument(
-        "--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)"
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="an image to ask about; several are given one by one. <image> in the prompt says where each "
-        "belongs (default: before the prompt)",
-    )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=Count,
-        metavar="TOKENS",
-        help="length of the longest answer (default: 128)",
-    )
-    parser.add_argument(
-        "--temperature", type=NotNegative, help="of sampling; 0 takes the most likely token (default: 0)"
-    )
-    parser.add_option("dtype")
-    parser.add_option("load_in_4bit")
-    return parser
+def _open_image(file: str) -> "Image":
+    from unsloth_pack.images.reading import parse_source, read_pixels
+
+    if not Path(file).is_file():
+        raise InputError(f"--image is {file!r}, which is no file; correct it")
+    try:
+        return read_pixels(parse_source(0, "image", str(Path(file).absolute()), None))
+    except InputError:  # its words are of a row of data
+        raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 
 
-def _answer(model: Any, tokenizer: Any, encoded: Iterable[Any], given: dict[str, Any]) -> None:
-    """Print what the model answers to every prompt.
+def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, model_type: str) -> "BatchEncoding":
+    """Encode a prompt without images."""
+    from unsloth_pack.images.tokens import IMAGE_TOKENS
 
-    Args:
-        given: the arguments of the command line.
-    """
+    if (tokens := IMAGE_TOKENS.get(model_type)) is not None:
+        _check_tokens(prompt, tokens, 0)
+    if not tokenizer.chat_template:
+        return tokenizer(prompt, return_tensors="pt")
+    turns = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    return cast("BatchEncoding", inputs)
+
+
+def encode_with_images(
+    processor: "ProcessorMixin", tokens: "ImageTokens", prompt: str, images: "Sequence[Image]"
+) -> "BatchEncoding":
+    """Encode a prompt about images; without `<image>` in it, they come before the text."""
+    from unsloth_pack.images.rows import MARK, with_parts
+
+    _check_tokens(prompt, tokens, len(images))
+    if not processor.chat_template:
+        raise InputError("the model has no chat template, which puts images into a prompt; leave out --image")
+    text = prompt if MARK in prompt else MARK * len(images) + prompt
+    (turn,) = with_parts([{"role": "user", "content": text}])
+    waiting = iter(images)
+    turn["content"] = [
+        part | {"image": next(waiting)} if part["type"] == "image" else part for part in turn["content"]
+    ]
+    inputs = processor.apply_chat_template(
+        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    return cast("BatchEncoding", inputs)
+
+
+def _check_tokens(prompt: str, tokens: "ImageTokens", n_images: int) -> None:
+    """Refuse the model's own image tokens, and another number of `<image>` than of images."""
+    from unsloth_pack.images.rows import MARK
+
+    for token in tokens.texts:
+        if token in prompt:
+            raise InputError(f"the prompt holds {token}, a token of images; write {MARK}, and give --image")
+    marks = prompt.count(MARK)
+    if marks and marks != n_images:
+        raise InputError(
+            f"the prompt holds {marks} times {MARK}, and --image is given {n_images} times; give one for each"
+        )
+
+
+def _answer(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    encoded: "Iterable[BatchEncoding]",
+    flags: Mapping[str, Any],
+) -> None:
+    """Print what the model answers to every prompt."""
     from transformers import TextStreamer
 
     n_positions = model.config.get_text_config().max_position_embeddings
-    new_tokens, temperature = given.get("max_new_tokens", 128), given.get("temperature", 0.0)
+    new_tokens, temperature = flags.get("max_new_tokens", 128), flags.get("temperature", 0.0)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     # A model's own generation config may ask for what cannot be streamed
     streamed = {"num_beams": 1, "num_return_sequences": 1, "output_attentions": False, "tokenizer": tokenizer}
@@ -129,11 +169,3 @@ def _answer(model: Any, tokenizer: Any, encoded: Iterable[Any], given: dict[str,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=tokenizer.pad_token_id if pads else tokenizer.eos_token_id,
         )
-
-
-def _lines(stream: TextIO) -> Iterator[str]:
-    try:
-        for line in stream:
-            yield line.rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not {error.encoding} ({error.reason}); convert it") from None

@@ -10,27 +10,23 @@ from unsloth_pack.errors import InputError, printable
 from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
 from unsloth_pack.run.machine import check_new_folder
 
-_AS_TRAINED = "as the run was trained, else false"
-
 
 def run(arguments: Sequence[str]) -> int:
     """Save the adapter in `--model_name`, merged or as it is, to `--save_path`.
 
     An adapter makes up for what its base model lost in 4 bits, 8 bits or fp8. So the adapter of a run is
     merged into the weights that it was trained on, unless others are asked for.
-
-    Raises:
-        InputError: no adapter is there, the target holds something, or the model cannot be loaded.
     """
-    given = _parser().parse(arguments)
+    flags = _parser().parse(arguments)
     for name in ("model_name", "save_path"):
-        if name not in given:
+        if name not in flags:
             raise InputError(f"--{name} is missing; see `unsloth-pack merge --help`")
-    source, target = Path(given["model_name"]), Path(given["save_path"])
+    source, target = Path(flags["model_name"]), Path(flags["save_path"])
     if not (source / ADAPTER_CONFIG).is_file():
-        remedy = "name a folder that train made"
-        if (source / MODEL_CONFIG).is_file():
-            remedy = "it holds a whole model, with nothing to merge"
+        is_model = (source / MODEL_CONFIG).is_file()
+        remedy = (
+            "it holds a whole model, with nothing to merge" if is_model else "name a folder that train made"
+        )
         raise InputError(f"model_name {str(source)!r} holds no {ADAPTER_CONFIG}; {remedy}")
     check_new_folder("save_path", target)
 
@@ -41,9 +37,9 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.images.processor import pick_processor
 
     # No row will be packed, so that any length will do.
-    loading = held_by_run(source) | {name: given[name] for name in LOADED_IN if name in given}
+    loading = held_by_run(source) | {name: flags[name] for name in LOADED_IN if name in flags}
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
-    method = given.get("save_method", "merged_16bit")
+    method = flags.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
     used = next((f", with {name}" for name in LOADED_IN if loading.get(name)), "")
     print(printable(f"saved {source} as {method}{used} in {target}"))
@@ -52,13 +48,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
-    parser.add_argument(
-        "--model_name", type=FilePath, metavar="FOLDER", help="that holds the adapter; has to be given"
-    )
-    parser.add_argument(
-        "--save_path", type=FilePath, metavar="FOLDER", help="to save in; new, or empty; has to be given"
-    )
+    for name, which in (("model_name", "that holds the adapter"), ("save_path", "to save in; new, or empty")):
+        parser.add_argument(f"--{name}", type=FilePath, metavar="FOLDER", help=f"{which}; has to be given")
     parser.add_option("save_method", "what is saved; lora is the adapter alone (default: merged_16bit)")
     for name, kind in (("load_in_4bit", "NF4"), ("load_in_8bit", "int8"), ("load_in_fp8", "fp8")):
-        parser.add_option(name, f"merge into the weights as {kind} holds them (default: {_AS_TRAINED})")
+        default = "(default: as the run was trained, else false)"
+        parser.add_option(name, f"merge into the weights as {kind} holds them {default}")
     return parser

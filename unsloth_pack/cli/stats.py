@@ -1,6 +1,6 @@
 """`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.options import TrainingOptions
-from unsloth_pack.config.values import Count, FilePath, Seed
+from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.errors import InputError
 from unsloth_pack.run.data_flags import (
     add_data_flags,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from unsloth_pack.data.mixture import Mixture
-    from unsloth_pack.packing import LengthReport
+    from unsloth_pack.packing import LengthReport, PackForecast
     from unsloth_pack.run.images import ImageCounts
 
 _UNCUT = 2**40  # tokens, more than any document has
@@ -32,44 +32,39 @@ _DEFAULT_CAPS = (1024, 2048, 4096)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the report of a data set under a tokenizer; with `--json` as JSON, with `--png` also a histogram.
-
-    Raises:
-        InputError: a bad argument, data that cannot be read, or a tokenizer that cannot be loaded.
-    """
-    given = _parser().parse(arguments)
-    png = Path(given["png"]) if "png" in given else None
+    """Print the report of a data set; with `--json` as JSON, with `--png` also a histogram."""
+    flags = _parser().parse(arguments)
+    png = Path(flags["png"]) if "png" in flags else None
     if png is not None:
         check_picture("png", png)
-    check_sources(given)
+    check_sources(flags)
 
     from unsloth_pack.cli.quiet import quieten
-    from unsloth_pack.packing import length_report
+    from unsloth_pack.packing import length_report, vision_tokens
     from unsloth_pack.report.terminal import LastingConsole, row_lengths
 
-    as_json = given.get("json", False)
-    quieten(show_bars=not as_json)
-    mixture, images = _mixture(given)
-    lengths = row_lengths(mixture.train.rows) + _image_tokens(given)
-    caps = [*given.get("pack_lengths", ()), *(given[n] for n in ["max_seq_length"] if n in given)]
+    quieten(show_bars=not flags.get("json"))
+    mixture, images = _mixture(flags)
+    patch, merge = flags.get("vision_patch", 16), flags.get("vision_merge", 2)
+    of_images = (vision_tokens(height, width, patch, merge) for height, width in flags.get("image_sizes", []))
+    lengths = row_lengths(mixture.train.rows) + sum(of_images)
+    caps = [*flags.get("pack_lengths", ()), *(flags[n] for n in ["max_seq_length"] if n in flags)]
     report = length_report(
         lengths,
         caps or _DEFAULT_CAPS,
-        given.get("world_size", 1),
-        given.get("per_device_train_batch", 1),
-        given.get("target_effective", 32),
-        given.get("binsize", 512),
+        flags.get("world_size", 1),
+        flags.get("per_device_train_batch", 1),
+        flags.get("target_effective", 32),
+        flags.get("binsize", 512),
     )
     if png is not None:
         from unsloth_pack.report.html import plot_lengths
 
         png.parent.mkdir(parents=True, exist_ok=True)
         plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
-    if as_json:
-        found = {"data_sets": [*map(asdict, mixture.parts)]}
-        LastingConsole().show_json(
-            {**asdict(report), **found, **({"images": asdict(images)} if images else {})}
-        )
+    if flags.get("json"):
+        values = asdict(report) | {"data_sets": [*map(asdict, mixture.parts)]}
+        LastingConsole().show_json(values | ({"images": asdict(images)} if images else {}))
     else:
         _print(LastingConsole(), report, mixture, images)
     return 0
@@ -79,67 +74,32 @@ def _parser() -> Parser:
     parser = Parser(
         prog="unsloth-pack stats", description="Document lengths, and a forecast of packing them."
     )
-    add = parser.add_argument
     add_data_flags(parser)
-    add(
-        "--seed",
-        type=Seed,
-        help="of what a mixture of data sets draws (default: 3407, as for training)",
-    )
-    add(
-        "--model_name",
-        type=FilePath,
-        help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
-    )
+    parser.add_option("seed", "of what a mixture of data sets draws (default: 3407, as for training)")
+    tokenizer = "whose tokenizer is used: demo, a folder, or a hub name (default: demo)"
+    parser.add_option("model_name", tokenizer)
     parser.add_option("num_proc", "processes that read and tokenise the data (default: one for each core)")
-    add("--binsize", type=Count, metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
-    add(
-        *("--pack_lengths", "--pack-lengths"),
-        type=Annotated[tuple[Count, ...], BeforeValidator(lambda text: text.split(","))],
-        metavar="TOKENS,...",
-        help="row lengths to forecast (default: --max_seq_length, else 1024,2048,4096)",
-    )
-    add(
-        "--max_seq_length",
-        type=Count,
-        metavar="TOKENS",
-        help="a row length to forecast, as for training (default: none)",
-    )
-    add(
-        "--world_size",
-        "--world-size",
-        type=Count,
-        metavar="RANKS",
-        help="processes that share the rows (default: 1)",
-    )
-    add(
-        *("--per_device_train_batch", "--per-device-train-batch"),
-        type=Count,
-        metavar="ROWS",
-        help="rows of a micro-batch (default: 1)",
-    )
-    add(
-        *("--target_effective", "--target-effective"),
-        type=Count,
-        metavar="DOCUMENTS",
-        help="documents that an update should see (default: 32)",
-    )
-    add(
-        *("--image_sizes", "--image-sizes"),
-        type=Annotated[tuple[tuple[Count, Count], ...], BeforeValidator(_sizes)],
-        metavar="HxW,...",
-        help="heights and widths in pixels: forecast as if every document held such images (default: none)",
-    )
-    add("--vision_patch", type=Count, metavar="PIXELS", help="side of a vision patch (default: 16)")
-    add(
-        "--vision_merge",
-        type=Count,
-        metavar="PATCHES",
-        help="side of the square of patches that is one token (default: 2)",
-    )
+    parser.add_option("max_seq_length", "a row length to forecast, as for training (default: none)")
+
+    def add(name: str, kind: Any, unit: str, help: str) -> None:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*spellings, type=kind, metavar=unit, help=help)
+
+    lengths = Annotated[tuple[Count, ...], BeforeValidator(lambda text: text.split(","))]
+    sizes = Annotated[tuple[tuple[Count, Count], ...], BeforeValidator(_sizes)]
+    default = "default: --max_seq_length, else 1024,2048,4096"
+    as_if = "forecast as if every document held such images"
+    add("binsize", Count, "TOKENS", "width of a bar of the histogram (default: 512)")
+    add("pack_lengths", lengths, "TOKENS,...", f"row lengths to forecast ({default})")
+    add("world_size", Count, "RANKS", "processes that share the rows (default: 1)")
+    add("per_device_train_batch", Count, "ROWS", "rows of a micro-batch (default: 1)")
+    add("target_effective", Count, "DOCUMENTS", "documents that an update should see (default: 32)")
+    add("image_sizes", sizes, "HxW,...", f"heights and widths in pixels: {as_if} (default: none)")
+    add("vision_patch", Count, "PIXELS", "side of a vision patch (default: 16)")
+    add("vision_merge", Count, "PATCHES", "side of the square of patches that is one token (default: 2)")
     add_image_flags(parser, may_shrink=False)
     parser.add_switch("--json", "print JSON")
-    add("--png", type=FilePath, metavar="FILE", help="also draw the histogram into this file (default: none)")
+    add("png", FilePath, "FILE", "also draw the histogram into this file (default: none)")
     return parser
 
 
@@ -150,32 +110,27 @@ def _sizes(text: str) -> list[list[str]]:
     return sizes
 
 
-def _image_tokens(given: dict[str, Any]) -> int:
-    """The vision tokens that every document is taken to hold."""
-    from unsloth_pack.packing import vision_tokens
-
-    sizes = given.get("image_sizes", ())
-    if not sizes and (flag := next((f for f in ("vision_patch", "vision_merge") if f in given), None)):
-        raise InputError(f"{flag} is {given[flag]} without images; give --image_sizes too")
-    patch, merge = given.get("vision_patch", 16), given.get("vision_merge", 2)
-    return sum(vision_tokens(height, width, patch, merge) for height, width in sizes)
-
-
-def _mixture(given: dict[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
+def _mixture(flags: Mapping[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.run.images import prepared_images
     from unsloth_pack.run.prepare import refuse_unused_folder
 
-    data, model_name = data_options(given), given.get("model_name", "demo")
+    data, settings, model_name = data_options(flags), image_options(flags), flags.get("model_name", "demo")
     rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    seed = given.get("seed", TrainingOptions().seed)
-    how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
-    settings = image_options(given)
     images = prepared_images(model_name, tokenizer, settings, [each.rows for each in rows])
-    mixture = mixed_documents(rows, tokenizer, _UNCUT, num_proc=data.num_proc, images=images, **how)
+    mixture = mixed_documents(
+        rows,
+        tokenizer,
+        _UNCUT,
+        num_proc=data.num_proc,
+        how=data.mixture,
+        seed=flags.get("seed", TrainingOptions().seed),
+        most=data.sample_limit,
+        images=images,
+    )
     if images is None:
         return mixture, None
     refuse_unused_folder(settings, mixture.train.has_files)
@@ -189,29 +144,26 @@ def _print(
 
     from unsloth_pack.report.terminal import lines_of_parts
 
-    for name, line in lines_of_parts(mixture.parts):
-        console.print(f"{name}: {line}", highlight=False, soft_wrap=True, markup=False)
-    console.print(
+    lines = [f"{name}: {line}" for name, line in lines_of_parts(mixture.parts)]
+    lines.append(
         f"{report.count:,} documents, {report.tokens:,} tokens: mean {report.mean:.0f}, "
         f"median {report.median:.0f}, p95 {report.p95:.0f}, p99 {report.p99:.0f}, "
-        f"min {report.min}, max {report.max}",
-        highlight=False,
+        f"min {report.min}, max {report.max}"
     )
     if images:
-        more = "" if images.resized is None else f", {images.resized:,} images resized"
-        more += f"; {images.rows_broken:,} rows with a broken image left out" if images.rows_broken else ""
-        console.print(
-            f"{images.images:,} images, {images.vision_tokens:,} vision tokens "
-            f"({images.vision_tokens / report.tokens:.1%} of all){more}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        share = images.vision_tokens / report.tokens
+        line = f"{images.images:,} images, {images.vision_tokens:,} vision tokens ({share:.1%} of all)"
+        line += "" if images.resized is None else f", {images.resized:,} images resized"
+        line += f"; {images.rows_broken:,} rows with a broken image left out" if images.rows_broken else ""
+        lines.append(line)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     histogram = Table("tokens", "documents", "", title="lengths", title_justify="left")
     most = max(n for _, _, n in report.histogram)
     for low, high, n in report.histogram:
         histogram.add_row(f"{low:,} to {high - 1:,}", f"{n:,}", "█" * -(-40 * n // most))
     console.print(histogram)
-    rows: list[tuple[str, Callable[[Any], str]]] = [
+    rows: list[tuple[str, Callable[[PackForecast], str]]] = [
         ("rows", lambda f: f"{f.packs:,}"),
         ("documents a row", lambda f: f"{f.documents_per_pack:.1f}"),
         ("full", lambda f: f"{f.fill:.2%}"),

@@ -8,17 +8,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.config import Parser
-from unsloth_pack.config.values import Count, FilePath, Seed
 from unsloth_pack.run.data_flags import add_data_flags, check_sources, data_options
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from unsloth_pack.verification import VerifyReport
 
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
 _SILENCE = 10  # seconds without a line, where the output is no terminal
+_LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,27 +28,29 @@ def run(arguments: Sequence[str]) -> int:
 
     Returns:
         0 where every check passed, 1 where one failed.
-
-    Raises:
-        InputError: a bad argument, an unsupported architecture, or a model or data that cannot be loaded.
     """
-    given = _parser().parse(arguments)
-    check_sources(given)
+    flags = _parser().parse(arguments)
+    check_sources(flags)
 
+    from unsloth_pack.checkpoints.loading import load_config, resolve
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.report.terminal import LastingConsole
     from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
-    seed = given.get("seed", 3407)
-    room = given.get("max_seq_length") or _default_room(given.get("model_name", "demo"))
-    model, tokenizer = _load_model(given, room, seed)
-    documents = _documents(given, tokenizer, room) if "dataset" in given else None
+    seed = flags.get("seed", 3407)
+    config = load_config(resolve(flags.get("model_name", "demo"))[0]).get_text_config()
+    room = flags.get("max_seq_length") or min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
+    model, tokenizer = _load_model(flags, room, seed)
+    documents = _documents(flags, tokenizer, room) if "dataset" in flags else None
     with _shown_steps() as progress:
         report = verify(model, documents=documents, max_seq_length=room, seed=seed, progress=progress)
     console = LastingConsole()
-    if given.get("json", False):
-        console.show_json(_as_json(report))
+    if flags.get("json"):
+        values = {"passed": report.passed, **asdict(report)}
+        for check in values["checks"]:
+            check["value"] = check["value"] if math.isfinite(check["value"]) else None  # which JSON has
+        console.show_json(values)
     else:
         console.out(report, highlight=False)
         console.print(_table(report))
@@ -59,29 +63,15 @@ def _parser() -> Parser:
         description="Check that in this model the documents of a packed row do not see each other, and that "
         "each gives what it gives alone.",
     )
-    add = parser.add_argument
-    add(
-        "--model_name",
-        type=FilePath,
-        help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
-    )
+    parser.add_option("model_name", "demo, a folder of a model or an adapter, or a hub name (default: demo)")
     add_data_flags(parser, "data whose documents are packed, as for training (default: random tokens)")
-    add(
-        "--max_seq_length",
-        type=Count,
-        metavar="TOKENS",
-        help=f"length of the row (default: {_ROOM}, or the model's positions if it has fewer)",
-    )
-    parser.add_option("dtype")
-    for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+    length = f"length of the row (default: {_ROOM}, or the model's positions if it has fewer)"
+    parser.add_option("max_seq_length", length)
+    for name in _LOADING:
         parser.add_option(name)
-    add("--attn_backend", help="what computes attention, as for training (default: auto)")
+    parser.add_option("attn_backend", "what computes attention, as for training (default: auto)")
     parser.add_option("use_gradient_checkpointing")
-    add(
-        "--seed",
-        type=Seed,
-        help="seed of the random tokens and of the adapter (default: 3407)",
-    )
+    parser.add_option("seed", "seed of the random tokens and of the adapter (default: 3407)")
     parser.add_switch("--json", "print JSON")
     return parser
 
@@ -108,25 +98,20 @@ def _shown_steps() -> Iterator[Callable[[str], None]]:
             raise type(error)(f"interrupted in {present}; there is no verdict yet") from None
 
 
-def _default_room(model_name: str) -> int:
-    from unsloth_pack.checkpoints.loading import load_config, resolve
-
-    config = load_config(resolve(model_name)[0]).get_text_config()
-    return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
-
-
-def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, Any]:
-    """The model as it would train: with the adapter that it names, else with a random one."""
+def _load_model(
+    flags: Mapping[str, Any], room: int, seed: int
+) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+    """Load the model as it would train: with the adapter that it names, else with a random one."""
     import torch
     from peft import PeftModel
 
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-    names = ("model_name", "dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")
-    chosen = {name: given[name] for name in names if name in given}
-    model, tokenizer = FastLanguageModel.from_pretrained(**chosen, max_seq_length=room, random_state=seed)
-    checkpointing = given.get("use_gradient_checkpointing", False)
+    names = ("model_name", "attn_backend", *_LOADING)
+    loading = {name: flags[name] for name in names if name in flags}
+    model, tokenizer = FastLanguageModel.from_pretrained(**loading, max_seq_length=room, random_state=seed)
+    checkpointing = flags.get("use_gradient_checkpointing", False)
     if isinstance(model, PeftModel):
         enable_checkpointing(model, checkpointing)
         return model, tokenizer
@@ -139,30 +124,21 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
     return model, tokenizer
 
 
-def _documents(given: dict[str, Any], tokenizer: Any, room: int) -> list[list[int]]:
-    """The first documents of a data set that fit into the row, each cut to half of it."""
+def _documents(flags: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", room: int) -> list[list[int]]:
+    """Read the first documents of a data set that fit into the row, each cut to half of it."""
     from unsloth_pack.run.documents import load_training_data, mixed_documents
     from unsloth_pack.run.images import refuse_images
 
-    data = data_options(given)
+    data = data_options(flags)
     rows = load_training_data(data, _MOST_DOCUMENTS)
     why = "and those that are checked are random ones; leave out --dataset"
-    refuse_images(given.get("model_name", "demo"), [each.rows for each in rows], why)
-    how: dict[str, Any] = {"how": data.mixture, "most": data.sample_limit}
-    encoded = mixed_documents(rows, tokenizer, max(1, room // 2), **how).train.rows
+    refuse_images(flags.get("model_name", "demo"), [each.rows for each in rows], why)
+    mixture = mixed_documents(rows, tokenizer, max(1, room // 2), how=data.mixture, most=data.sample_limit)
     documents: list[list[int]] = []
-    for ids in encoded["input_ids"]:
+    for ids in mixture.train.rows["input_ids"]:
         if sum(map(len, documents)) + len(ids) <= room:
             documents.append(list(ids))
     return documents
-
-
-def _as_json(report: "VerifyReport") -> dict[str, Any]:
-    found = {"passed": report.passed, **asdict(report)}
-    for check in found["checks"]:
-        if not math.isfinite(check["value"]):  # JSON has neither NaN nor infinity
-            check["value"] = None
-    return found
 
 
 def _table(report: "VerifyReport") -> "Table":
