@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tools.private_names import LIBRARIES, find_names, sources
-from unsloth_pack.cli.doctor import PrivateName, missing_names, private_names
-from unsloth_pack.cli.known import TESTED
+from unsloth_pack.cli.doctor import TESTED, PrivateName, missing_names, private_names
 
 
 def test_the_list_is_up_to_date():

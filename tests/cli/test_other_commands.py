@@ -22,8 +22,14 @@ import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import SUBCOMMANDS, main
-from unsloth_pack.cli.doctor import PrivateName, private_names
-from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
+from unsloth_pack.cli.doctor import (
+    BREAKAGES,
+    OPTIONAL,
+    TESTED,
+    Breakage,
+    PrivateName,
+    private_names,
+)
 from unsloth_pack.config import TrainOptions, flat
 
 

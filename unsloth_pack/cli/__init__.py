@@ -74,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _leave_error(path: str, code: int, line: str) -> None:
     """Write why this process ended for torchrun, which exits with 1 whatever its processes exited with.
 
-    It shows the line, and copies the file of the first process that failed to the one that its own
-    environment names: there a script finds the exit code. The form is torch's (`ErrorHandler`).
+    It shows the line, and leaves the file of the first process that failed where a script finds the exit
+    code. The form is torch's (`ErrorHandler`).
     """
-    told = {"message": line, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
+    error = {"message": line, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": told}, file)
+        json.dump({"message": error}, file)
 
 
 def _flush() -> None:
@@ -92,7 +92,7 @@ def _flush() -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Inside this context the first SIGTERM or SIGHUP raises an error, as Ctrl-C does."""
+    """Raise an error at the first SIGTERM or SIGHUP, as Ctrl-C does."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -114,20 +114,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _ignore_termination() -> None:
-    """From now on: torchrun sends SIGTERM to all that remain, and each has its line to print first."""
+    """Ignore signals: torchrun sends SIGTERM to all that remain, and each has its line to print first."""
     if threading.current_thread() is threading.main_thread():
         for number in _ENDS:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _with_prefix(line: str) -> str:
-    """A mistake with who tells it, unless it is one of a file: editors look for `file:line:`."""
-    return line if _PLACE.match(line) else f"{_PREFIX}{line}"
-
-
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Mistakes):
-        return 2, "\n".join(_with_prefix(_one_line(each)) for each in error.errors)
+        lines = map(_one_line, error.errors)  # editors look for `file:line:`
+        return 2, "\n".join(line if _PLACE.match(line) else f"{_PREFIX}{line}" for line in lines)
     if isinstance(error, InputError):
         return 2, _one_line(error)
     if isinstance(error, LeakFound):
@@ -141,13 +137,9 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
 
 
 def _one_line(error: BaseException | str) -> str:
-    """The message as one line, without characters that steer a terminal; a long one loses its middle."""
-    line = printable(" ".join(str(error).split()))
-    return (
-        line
-        if len(line) <= _LONGEST_LINE
-        else f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
-    )
+    """Return the message as a line, without characters that steer a terminal; a long one loses its middle."""
+    line, half = printable(" ".join(str(error).split())), _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _run(arguments: list[str]) -> int:

@@ -16,11 +16,7 @@ ACTIONS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Show, check, or describe config files; nothing is loaded or written.
-
-    Raises:
-        InputError: an argument or the file is wrong.
-    """
+    """Show, check, or describe config files; nothing is loaded or written."""
     from unsloth_pack.report.terminal import LastingConsole
 
     action, *rest = arguments or ["--help"]
@@ -35,18 +31,16 @@ def run(arguments: Sequence[str]) -> int:
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    asked = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
-    given = asked.given
-    if action == "show":
-        with telling_places(asked):
-            lines = [*map(printable, lines_with_origins(asked))]
-        LastingConsole().out(*lines, sep="\n", highlight=False)
-        return 0
-    if "config" not in given:
+    loaded = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
+    if action == "check" and "config" not in loaded.given:
         raise InputError("config check is given no file; name one")
-    with telling_places(asked):
-        check_file(filled_in(given, may_lack_adapter=True), given)
-    print(printable(f"{given['config']}: no mistakes"))
+    with telling_places(loaded):
+        if action == "show":
+            lines = [*map(printable, lines_with_origins(loaded))]
+        else:
+            check_file(filled_in(loaded.given, may_lack_adapter=True), loaded.given)
+            lines = [printable(f"{loaded.given['config']}: no mistakes")]
+    LastingConsole().out(*lines, sep="\n", highlight=False)
     return 0
 
 

@@ -4,7 +4,7 @@ import os
 import pkgutil
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,7 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED
 from unsloth_pack.config import Parser
 from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.run.machine import device_type
@@ -26,19 +25,69 @@ if TYPE_CHECKING:
 PRIVATE_NAMES = Path(__file__).with_name("private_names.txt")  # of tools/private_names.py
 _PREFIX = "UNSLOTH_PACK_"
 
+# Package -> the first release that the tests run with, and the first that they do not.
+TESTED = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.24"),
+    "trl": ("1.15", "1.17"),
+    "peft": ("0.19", "0.22"),
+    "accelerate": ("1.15", "1.16"),
+    "datasets": ("4.8", "5.3"),
+}
+# Optional package -> what uses it, and whether every machine with CUDA should have it.
+OPTIONAL = {
+    "triton": ("fused kernels on CUDA, among them softcapped attention", True),
+    "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
+    "torchao": ("the optimizers adamw_torch_8bit and adamw_torch_4bit", False),
+    "xformers": ("the xformers attention backend", False),
+    "flash-attn": ("flash attention with attention dropout; torch and triton bring the rest", False),
+    "fla-core": ("gated delta nets of hybrid models: whole rows at once", False),
+    "causal-conv1d": ("convolutions of hybrid models: whole rows at once", False),
+    "mamba-ssm": ("Mamba-2 layers of hybrid models: whole rows at once", False),
+    "flash-attn-4": ("attention about twice as fast for long documents on Hopper GPUs", False),
+}
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """Something that does not work with certain releases."""
+
+    releases: Mapping[str, str]  # package -> versions, as pip writes them; all must be installed
+    device_type: str | None  # "cuda" or "cpu" if it breaks only there
+    what: str
+    remedy: str
+
+
+BREAKAGES = (
+    Breakage(
+        {"xformers": "<=0.0.35", "torch": ">=2.11"},
+        "cuda",
+        "the compiled extension of xformers does not load; of its operators only FlashAttention's runs",
+        "use --attn_backend flash, or an xformers that was built for this torch",
+    ),
+    Breakage({"trl": "<1.16"}, "cpu", "TRL trains on CUDA only", "pip install 'trl>=1.16'"),
+    Breakage(
+        {"peft": "<0.21"},
+        None,
+        "a saved adapter of experts (qwen3_moe) cannot be loaded again",
+        "pip install 'peft>=0.21'",
+    ),
+    Breakage(
+        {"transformers": "<5.18"},
+        None,
+        "transformers' own sdpa attention drops Gemma 2's softcap; models from FastLanguageModel keep it",
+        "pip install 'transformers>=5.23' before comparing with an unpatched model",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name that any release of a library may drop.
+    """A name that any release of a library may drop."""
 
-    Args:
-        owner: the module or object of the library that has it.
-        files: of this package that use it.
-    """
-
-    owner: str
+    owner: str  # the module or object of the library that has it
     name: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # of this package that use it
 
     @property
     def library(self) -> str:
@@ -46,40 +95,35 @@ class PrivateName:
 
 
 def private_names() -> list[PrivateName]:
-    """The private names of other libraries that this package uses."""
+    """Read the list of private names of other libraries that this package uses."""
     lines = PRIVATE_NAMES.read_text(encoding="utf-8").splitlines()
     return [PrivateName(owner, name, tuple(files)) for owner, name, *files in map(str.split, lines)]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One finding.
-
-    Args:
-        remedy: what to do about it; empty if it is fine.
-    """
+    """One finding."""
 
     section: str
     name: str
     found: str
-    remedy: str = ""
+    remedy: str = ""  # empty if it is fine
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what was found, each line that is not fine with its remedy; with `--json` as JSON.
+    """Print all findings, each that is not fine with its remedy; with `--json` as JSON.
 
     Returns:
         0 where everything is fine, else 1.
     """
-    as_json = _parser().parse(arguments).get("json", False)
+    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
+    parser.add_switch("--json", "print JSON")
+    as_json = parser.parse(arguments).get("json", False)
 
     from unsloth_pack.report.terminal import LastingConsole
 
-    lines = [
-        line
-        for look in (_versions, _private_names, _devices, _attention, _images, _breakages, _variables)
-        for line in look(device_type())
-    ]
+    looks = (_versions, _private_names, _devices, _attention, _images, _breakages, _variables)
+    lines = [line for look in looks for line in look(device_type())]
     is_fine = not any(line.remedy for line in lines)
     console = LastingConsole()
     if as_json:
@@ -89,37 +133,26 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if is_fine else 1
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
-    parser.add_switch("--json", "print JSON")
-    return parser
-
-
 def _versions(device_type: str) -> Iterator[Line]:
     yield Line("versions", "python", platform.python_version())
     for name, (first, beyond) in TESTED.items():
         installed = _installed(name)
-        remedy = "" if installed and _holds(installed, f">={first},<{beyond}") else _install(name)
-        yield Line("versions", name, _tested(name, installed, is_outside=bool(remedy)), remedy)
+        if installed and _holds(installed, f">={first},<{beyond}"):
+            yield Line("versions", name, f"{installed}, tested")
+            continue
+        n_private = sum(private.library == name for private in private_names())
+        private = f"; {n_private} of its private names are used" if n_private else ""
+        found = f"{installed}, outside the tested range{private}" if installed else "missing"
+        yield Line("versions", name, found, _install(name))
     for name, (purpose, for_cuda) in OPTIONAL.items():
         installed = _installed(name)
-        needed = for_cuda and device_type == "cuda" and not installed
-        remedy = f"pip install {name}" if needed else ""
-        yield Line("versions", name, installed or f"not installed; for {purpose}", remedy)
-
-
-def _tested(name: str, installed: str | None, *, is_outside: bool) -> str:
-    if installed is None:
-        return "missing"
-    if not is_outside:
-        return f"{installed}, tested"
-    n_private = sum(private.library == name for private in private_names())
-    relied_on = f"; {n_private} of its private names are used" if n_private else ""
-    return f"{installed}, outside the tested range{relied_on}"
+        is_needed = for_cuda and device_type == "cuda" and not installed
+        found = installed or f"not installed; for {purpose}"
+        yield Line("versions", name, found, f"pip install {name}" if is_needed else "")
 
 
 def _private_names(device_type: str) -> Iterator[Line]:
-    """Whether the libraries still have the private names that are used."""
+    """Check that the libraries still have the private names that are used."""
     by_library = groupby(sorted(private_names(), key=attrgetter("library")), key=attrgetter("library"))
     for library, names in ((library, list(names)) for library, names in by_library if _installed(library)):
         gone = [f"{each.owner}.{each.name} (in {', '.join(each.files)})" for each in missing_names(names)]
@@ -129,7 +162,7 @@ def _private_names(device_type: str) -> Iterator[Line]:
 
 
 def missing_names(names: Sequence[PrivateName]) -> list[PrivateName]:
-    """Those of the names that the installed libraries do not have. Only builds with CUDA have its names."""
+    """List the names that the installed libraries do not have. Only builds with CUDA have its names."""
     import torch
 
     has_cuda = torch.version.cuda is not None
@@ -137,7 +170,7 @@ def missing_names(names: Sequence[PrivateName]) -> list[PrivateName]:
 
 
 def is_there(wanted: PrivateName) -> bool:
-    """Whether a library has a name. Its modules are read, since importing them takes seconds."""
+    """Return whether a library has a name. Its modules are read, since importing them takes seconds."""
     if re.search(rf"\b{wanted.name}\b", _source_of(wanted.owner)):
         return True
     try:
@@ -147,12 +180,12 @@ def is_there(wanted: PrivateName) -> bool:
 
 
 def _source_of(module: str) -> str:
-    """The text of a module; empty where there is no such module, or it is not written in Python."""
+    """Read a module; empty where there is none, or it is not written in Python."""
     library, *inside = module.split(".")
-    found = find_spec(library)
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(library)
+    if spec is None or not spec.submodule_search_locations:
         return ""
-    path = Path(found.submodule_search_locations[0], *inside)
+    path = Path(spec.submodule_search_locations[0], *inside)
     file = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -190,7 +223,7 @@ def _devices(device_type: str) -> Iterator[Line]:
 
 
 def _attention(device_type: str) -> Iterator[Line]:
-    """Every backend that `auto` may take runs one tiny forward and backward for each kind of layer."""
+    """Run one tiny forward and backward with every backend that `auto` may take, by kind of layer."""
     from unsloth_pack.attention import BACKENDS, choose_backend, why_passed_over
 
     for need in _needs(device_type):
@@ -199,8 +232,8 @@ def _attention(device_type: str) -> Iterator[Line]:
         for name in BACKENDS:
             why = why_passed_over(name, need)
             yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
-        chosen, why = choose_backend("auto", need)
-        yield Line("attention", f"{title}: auto", f"{chosen}: {why}")
+        backend, why = choose_backend("auto", need)
+        yield Line("attention", f"{title}: auto", f"{backend}: {why}")
 
 
 def _needs(device_type: str) -> Iterator["AttentionNeed"]:
@@ -217,49 +250,36 @@ def _needs(device_type: str) -> Iterator["AttentionNeed"]:
 
 
 def _remedy(backend: str, why: str | None) -> str:
-    """What to do about a backend that is broken; one that needs another device or dtype is not."""
-    package = {
-        "flash": "flash-attn-4" if _installed("flash-attn-4") else "flash-attn",
-        "xformers": "xformers",
-        "triton": "triton",
-    }.get(backend, "torch")
-    is_broken = why is not None and ("failed" in why or ("not import" in why and _installed(package)))
-    if not is_broken:
+    """Say what to do about a backend that is broken; one that needs another device or dtype is not."""
+    flash = "flash-attn-4" if _installed("flash-attn-4") else "flash-attn"
+    package = {"flash": flash, "xformers": "xformers", "triton": "triton"}.get(backend, "torch")
+    if why is None or not ("failed" in why or ("not import" in why and _installed(package))):
         return ""
     return f"reinstall {package} for torch {_installed('torch')}, or keep to another --attn_backend"
 
 
 def _images(device_type: str) -> Iterator[Line]:
-    """Whether rows with images can be prepared, and whether transformers' own processors load."""
-    pillow = _installed("pillow")
-    found = (
-        f"Pillow {pillow}: rows with images can be prepared"
-        if pillow
-        else "images need Pillow: pip install 'unsloth-pack[vision]'"
-    )
+    """Check that rows with images can be prepared, and that transformers' own processors load."""
+    pillow, torchvision = _installed("pillow"), _installed("torchvision")
+    found = "images need Pillow: pip install 'unsloth-pack[vision]'"
+    found = f"Pillow {pillow}: rows with images can be prepared" if pillow else found
     yield Line("images", "reading", found)
-    installed, why = _installed("torchvision"), ""
+    found, remedy = f"loads, with torchvision {torchvision}", ""
     try:
-        import torchvision  # noqa: F401
+        import torchvision as _  # noqa: F401
     except Exception as error:  # one of another torch fails in many ways
-        why = first_line(error) or type(error).__name__
-    if not why:
-        yield Line("images", "AutoProcessor", f"loads, with torchvision {installed}")
-    elif installed is None:
         found = "does not load for Qwen-VL without torchvision; nothing here needs it"
-        yield Line("images", "AutoProcessor", found)
-    else:
-        found = f"does not load: torchvision {installed} fails ({why})"
-        yield Line(
-            "images", "AutoProcessor", found, "pip uninstall torchvision, or install that of this torch"
-        )
+        if torchvision is not None:
+            found = f"does not load: torchvision {torchvision} fails ({first_line(error)})"
+            remedy = "pip uninstall torchvision, or install that of this torch"
+    yield Line("images", "AutoProcessor", found, remedy)
 
 
 def _breakages(device_type: str) -> Iterator[Line]:
     for known in BREAKAGES:
         installed = {name: _installed(name) for name in known.releases}
-        here = known.device_type in (None, device_type)
-        if here and all(has and _holds(has, known.releases[name]) for name, has in installed.items()):
+        is_here = known.device_type in (None, device_type)
+        if is_here and all(has and _holds(has, known.releases[name]) for name, has in installed.items()):
             title = ", ".join(f"{name} {has}" for name, has in installed.items())
             yield Line("known to break", title, known.what, known.remedy)
 
@@ -269,13 +289,13 @@ def _variables(device_type: str) -> Iterator[Line]:
 
     for name, value in sorted(os.environ.items()):
         if name == ENVIRONMENT_VARIABLE:
-            yield Line("environment", name, *_asked_for(value, device_type))
+            yield Line("environment", name, *_override(value, device_type))
         elif name.startswith(_PREFIX):
             yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
 
 
-def _asked_for(value: str, device_type: str) -> tuple[str, str]:
-    """What the variable that overrides --attn_backend does here, and the remedy, if any."""
+def _override(value: str, device_type: str) -> tuple[str, str]:
+    """Say what the variable that overrides --attn_backend does here, and the remedy, if any."""
     from unsloth_pack.attention import why_unavailable
     from unsloth_pack.attention.backends import requested_backend
 

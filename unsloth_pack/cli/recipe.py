@@ -21,13 +21,9 @@ _FOLDER = files("unsloth_pack") / "recipes"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """List, print or copy recipes.
-
-    Raises:
-        InputError: no such recipe, or a file is in the way of a copy.
-    """
-    given = _parser().parse(arguments)
-    action, name = given.get("action") or "list", given.get("name")
+    """List, print or copy recipes."""
+    words = _parser().parse(arguments)
+    action, name = words.get("action") or "list", words.get("name")
     if action not in ACTIONS:
         raise InputError(f"recipe has no action {action!r}; use one of {', '.join(ACTIONS)}")
     if action == "list":
@@ -40,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     elif action == "show":
         print(recipe_text(name), end="")
     else:
-        copied = _copy(name, Path(given.get("target") or "."))
+        copied = _copy(name, Path(words.get("target") or "."))
         also = f" (with {', '.join(map(str, copied[1:]))})" if copied[1:] else ""
         print(printable(f"copied to {copied[0]}{also}; run it with: unsloth-pack --config {copied[0]}"))
     return 0
@@ -62,17 +58,13 @@ def _parser() -> Parser:
 
 
 def recipe_names() -> list[str]:
-    """The names of all recipes."""
+    """List the names of all recipes."""
     names = [file.name for file in _FOLDER.iterdir()]
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def recipe_text(name: str) -> str:
-    """The file of a recipe.
-
-    Raises:
-        InputError: there is none of that name.
-    """
+    """Read the file of a recipe."""
     name = name.removesuffix(".yaml")
     if name not in recipe_names():
         raise InputError(f"there is no recipe {name!r}; choose one of {', '.join(recipe_names())}")
@@ -80,21 +72,14 @@ def recipe_text(name: str) -> str:
 
 
 def summary_of(name: str) -> str:
-    """What a recipe is for: its first line."""
+    """Return the first line of a recipe, which says what it is for."""
     return recipe_text(name).partition("\n")[0].removeprefix("# ")
 
 
 def _copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe and the files that it builds on; a file that is there with the same content stays.
+    """Copy a recipe and the files that it builds on, and return the files, the recipe's own first.
 
-    Args:
-        target: a folder, which may be new; or a name for the recipe's own file, which ends in .yaml or .yml.
-
-    Returns:
-        The files, the recipe's own first.
-
-    Raises:
-        InputError: there is no such recipe, another file of that name is there, or nothing can be written.
+    A file with the same content stays. `target` is a folder, or the name of the recipe's own file.
     """
     is_file = target.suffix in (".yaml", ".yml") and not target.is_dir()
     folder = target.parent if is_file else target
@@ -119,11 +104,7 @@ def _copy(name: str, target: Path) -> list[Path]:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Whether a file holds this text; False if it is not there.
-
-    Raises:
-        InputError: something else is there.
-    """
+    """Return whether a file holds this text; refuse if it holds another."""
     if not path.exists() and not path.is_symlink():
         return False
     if path.is_file() and path.read_bytes() == text.encode():

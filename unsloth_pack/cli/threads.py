@@ -20,11 +20,7 @@ _OF_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def choose_threads(arguments: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OpenMP's variables for this process and those that it starts, unless the user has set them.
-
-    Args:
-        arguments: of the subcommand.
-    """
+    """Set OpenMP's variables for this process and those that it starts, unless the user has set them."""
     if not any(name in environment for name in _OF_USER):
         environment["GOMP_SPINCOUNT"] = str(SPINS)
     if "OMP_NUM_THREADS" not in environment and _is_tiny(arguments) and _idle_cores() < 1.5:
@@ -32,7 +28,7 @@ def choose_threads(arguments: Sequence[str], environment: MutableMapping[str, st
 
 
 def _is_tiny(arguments: Sequence[str]) -> bool:
-    """Whether the model is small by its files. Models of the hub and of config files count as large."""
+    """Return whether the model is small by its files. Those of the hub and of config files count as large."""
     name = "demo"
     for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
