@@ -21,8 +21,8 @@ from rich.table import Table
 from trl import pack_dataset
 
 from unsloth_pack import FastLanguageModel
-from unsloth_pack.data import load_rows, to_trl
-from unsloth_pack.data.tokenize import tokenize
+from unsloth_pack.data import load_rows
+from unsloth_pack.data.tokenize import documents_of
 
 
 def padded_batches(documents, batch_size, pad_token_id):
@@ -70,7 +70,7 @@ def main():
     model, tokenizer = FastLanguageModel.from_pretrained("demo", max_seq_length=args.capacity)
     model = FastLanguageModel.get_peft_model(model).train()
     rows = load_rows(args.dataset).select(range(args.documents))
-    dataset, _ = tokenize(to_trl(rows, chat_template=True), tokenizer, max_length=args.capacity)
+    dataset = documents_of(rows, tokenizer, max_length=args.capacity).rows
     dataset = dataset.select_columns(["input_ids"])
     padded = list(padded_batches(dataset["input_ids"], args.batch, tokenizer.pad_token_id))
     packed = list(packed_rows(dataset, args.capacity))

@@ -18,8 +18,8 @@ import numpy as np
 from draw_readme import CAPACITY, draw_rows
 from transformers import AutoTokenizer
 
-from unsloth_pack.data import load_rows, to_trl
-from unsloth_pack.data.tokenize import tokenize
+from unsloth_pack.data import load_rows
+from unsloth_pack.data.tokenize import documents_of
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.packing import PackedSampler, plan_packs
 from unsloth_pack.packing.planner import STRATEGIES
@@ -32,8 +32,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", required=True, help="alpaca rows, as json")
     args = parser.parse_args()
-    rows = to_trl(load_rows(args.dataset), chat_template=True)
-    encoded, _ = tokenize(rows, AutoTokenizer.from_pretrained(MODEL_DIR), max_length=CAPACITY)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    encoded = documents_of(load_rows(args.dataset), tokenizer, max_length=CAPACITY).rows
     lengths = [len(ids) for ids in encoded["input_ids"]]
     draw_strategies(lengths[40:76])
     draw_boundaries([length for length in lengths if length < 90][:4])

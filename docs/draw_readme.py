@@ -16,8 +16,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from unsloth_pack.data import load_rows, to_trl
-from unsloth_pack.data.tokenize import tokenize
+from unsloth_pack.data import load_rows
+from unsloth_pack.data.tokenize import documents_of
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.packing import plan_packs
 
@@ -40,8 +40,8 @@ COLOURS = {"ours": "#2a6f97", "trl": "#a9b4c2", "trl+liger": "#8d99ae", "unsloth
 def document_lengths(dataset, n):
     from transformers import AutoTokenizer
 
-    rows = to_trl(load_rows(dataset).select(range(40, 40 + n)), chat_template=True)
-    encoded, _ = tokenize(rows, AutoTokenizer.from_pretrained(MODEL_DIR), max_length=CAPACITY)
+    rows = load_rows(dataset).select(range(40, 40 + n))
+    encoded = documents_of(rows, AutoTokenizer.from_pretrained(MODEL_DIR), max_length=CAPACITY).rows
     return [len(ids) for ids in encoded["input_ids"]]
 
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,10 +53,10 @@ def cache(tmp_path, monkeypatch):
 
 def read_little(patch):
     """Parts of 100 bytes, read 16 bytes at a time."""
-    for module in ("compressed", "json_files", "files"):
+    for module in ("text_files", "files"):
         patch.setattr(f"unsloth_pack.data.{module}.PART", 100)
-    for module in ("compressed", "json_files"):
-        patch.setattr(f"unsloth_pack.data.{module}.BLOCK", 16)
+    patch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
+    patch.setattr("unsloth_pack.data.text_files._ROWS_OF_LIST", 3)
 
 
 @pytest.fixture
@@ -160,13 +161,12 @@ def test_a_compressed_file_is_read_as_what_it_holds(name, content, suffix, whole
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("ab \n\r\t\u2028\ufeffé", max_size=60))
 def test_txt_in_parts_holds_the_documents_that_the_rule_says(text, whole, tmp_path):
-    import re
-
     held, in_parts = whole(write(tmp_path / "a.txt", text))
     assert in_parts == held
-    plain = text.removeprefix("\ufeff").replace("\r\n", "\n").strip("\n")
-    blank_lines = re.compile(r"\n(?:[^\S\n]*\n)+")
-    documents = blank_lines.split(plain) if blank_lines.search(plain) else plain.split("\n")
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    blank_lines = re.sub(r"(?m)^[^\S\n]+$", "", plain)
+    paragraphs = re.split(r"\n\n+", blank_lines.strip("\n"))
+    documents = paragraphs if len(paragraphs) > 1 else plain.split("\n")
     expected = [document for document in documents if document.strip()]
     assert expected == ([row["text"] for row in held[0]] if isinstance(held, tuple) else [])
 
@@ -188,7 +188,7 @@ def test_a_list_cut_anywhere_or_changed_gives_the_same_error(data, whole, tmp_pa
         ("a.jsonl", jsonl(ALPACA) + '{"text" 1}\n', "a.jsonl line 41, column 9: not valid JSON"),
         ("a.jsonl", jsonl(ALPACA) + "[1]\n", r"line 41: expected an object, got \[1\]"),
         ("a.jsonl", jsonl(ALPACA).encode() + b"\xe9\n", "a.jsonl: byte 0xe9 is not UTF-8"),
-        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n', "is no Unicode text"),
+        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n', "surrogates not allowed"),
         ("a.json", json.dumps([*ALPACA, 3]), "expected a list of objects, got 3 as item 40"),
         ("a.csv", "a,b\n" + "1,2\n" * 60 + "3\n", "a.csv line 62: 1 cells under 2 columns"),
     ],
@@ -261,7 +261,7 @@ def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
         raise AssertionError("it is done already")
 
     monkeypatch.setattr("unsloth_pack.data.encoding.Encoder.__call__", never)
-    monkeypatch.setattr("unsloth_pack.data.json_files.parse_json", never)
+    monkeypatch.setattr("unsloth_pack.data.text_files.rows_of_lines", never)
     monkeypatch.setattr("unsloth_pack.packing.dataset.RowBuilder.build", never)
     assert told(documents(path, num_proc=3)) == first
     copied = write(tmp_path / "copy.jsonl", path.read_bytes())

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from tables import table
 
-from unsloth_pack.data.mixed_rows import MixedRows
-from unsloth_pack.data.mixture import Source, held_out, mix
+from unsloth_pack.data.mixture import MixedRows, Source, held_out, mix
 from unsloth_pack.data.sources import ChosenRows, DataSet, open_stream
 from unsloth_pack.data.streaming import Place, endless
 from unsloth_pack.data.token_counts import TokenLedger
@@ -195,7 +194,7 @@ def lines(tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 60)
-    monkeypatch.setattr("unsloth_pack.data.mixed_rows._ROUND", 16)
+    monkeypatch.setattr("unsloth_pack.data.mixture._ROUND", 16)
 
 
 def rows_from(stream, place=None, most=400):

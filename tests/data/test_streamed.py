@@ -206,7 +206,7 @@ def refusal(source, **changed):
         ('{"note": "n"}', "row 50, column 'text': expected a string, got None"),
         ('{"text": "a", "input_ids": [1]}', "row 50, column 'input_ids'"),
         (b'{"text": "\xff"}', "byte 0xff is not UTF-8"),
-        (r'{"text": "\ud800"}', "is no Unicode text"),
+        (r'{"text": "\ud800"}', "surrogates not allowed"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "rows 50 to 50 have the format messages"),
     ],
 )

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.lossless_json import to_dataset
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
-from unsloth_pack.data.tokenize import IGNORE_INDEX, tokenize, tokenizer_hash
+from unsloth_pack.data.tokenize import IGNORE_INDEX, documents_of, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (
@@ -35,6 +35,11 @@ def tokenizer():
     begun = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.bos_token_id)])
     made.backend_tokenizer.post_processor = begun
     return made
+
+
+def tokenize(rows, tokenizer, **options):
+    documents = documents_of(to_dataset(rows), tokenizer, **options)
+    return documents.rows, documents.ledger
 
 
 def by_trl(data, tokenizer, tmp_path, max_length, responses_only):
@@ -101,8 +106,8 @@ TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
 )
 def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
     tokenizer.chat_template = template
+    ours, ledger = tokenize(rows, tokenizer, max_length=60, train_on_responses_only=responses_only)
     data = to_trl(to_dataset(rows), chat_template=True)
-    ours, ledger = tokenize(data, tokenizer, max_length=60, train_on_responses_only=responses_only)
     theirs = by_trl(data, tokenizer, tmp_path, 60, responses_only)
     assert ours.column_names == ["input_ids", "labels"]
     assert ours["input_ids"][:] == theirs["input_ids"][:]
@@ -116,16 +121,14 @@ def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
     [({"text": "some"}, {"text": "<s>some"}), (STRING_PAIRS[0], {"prompt": "<s>2+2=", "completion": "4"})],
 )
 def test_a_text_begins_once(one, two, tokenizer):
-    data = (to_trl(to_dataset([row]), chat_template=True) for row in (one, two))
-    (without,), (given,) = (tokenize(rows, tokenizer, max_length=60)[0].to_list() for rows in data)
+    (without,), (given,) = (tokenize([row], tokenizer, max_length=60)[0].to_list() for row in (one, two))
     assert given == without
     assert given["input_ids"].count(tokenizer.bos_token_id) == 1
 
 
 def test_ledger_accounts_for_every_token(tokenizer):
-    data = to_trl(to_dataset(ALPACA), chat_template=True)
-    whole, before = tokenize(data, tokenizer, max_length=10_000)
-    cut, ledger = tokenize(data, tokenizer, max_length=30)
+    whole, before = tokenize(ALPACA, tokenizer, max_length=10_000)
+    cut, ledger = tokenize(ALPACA, tokenizer, max_length=30)
     assert before.tokens_read == sum(map(len, whole["input_ids"]))
     assert (before.tokens_truncated, before.rows_fully_masked) == (0, 0)
     assert ledger.tokens_read == before.tokens_read
@@ -144,7 +147,7 @@ rows_of_text = st.lists(st.text("ab", max_size=30), min_size=1, max_size=8).map(
     lambda texts: [{"text": text} for text in texts]
 )
 rows_of_turns = st.lists(
-    st.lists(st.text("ab", max_size=12), min_size=1, max_size=4).map(
+    st.lists(st.text("ab", min_size=1, max_size=12), min_size=2, max_size=4).map(
         lambda texts: {
             "messages": [
                 {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
@@ -161,10 +164,9 @@ rows_of_turns = st.lists(
     rows=st.one_of(rows_of_text, rows_of_turns), max_length=st.integers(1, 60), responses_only=st.booleans()
 )
 def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses_only):
-    data = to_dataset(rows)
     responses_only = responses_only and "messages" in rows[0]
     try:
-        cut, ledger = tokenize(data, tokenizer, max_length=max_length, train_on_responses_only=responses_only)
+        cut, ledger = tokenize(rows, tokenizer, max_length=max_length, train_on_responses_only=responses_only)
     except InputError as error:
         assume("would count in the loss" not in str(error))
         raise
@@ -202,40 +204,45 @@ def test_no_more_tokens_are_asked_for_than_the_model_has_positions(n_positions, 
 
 
 def test_the_first_token_of_plain_text_never_counts(tokenizer):
-    _, ledger = tokenize(to_dataset([{"text": "abc"}, {"text": "de"}]), tokenizer, max_length=64)
+    _, ledger = tokenize([{"text": "abc"}, {"text": "de"}], tokenizer, max_length=64)
     assert (ledger.tokens_read, ledger.tokens_counted, ledger.tokens_masked_at_boundaries) == (9, 7, 2)
 
 
 def test_a_prompt_that_the_template_renders_otherwise_is_counted(tokenizer):
-    data = to_trl(to_dataset(ALPACA), chat_template=True)
-    assert tokenize(data, tokenizer, max_length=999)[1].prompts_rerendered == 0
+    assert tokenize(ALPACA, tokenizer, max_length=999)[1].prompts_rerendered == 0
     tokenizer.chat_template = RERENDERING
-    assert tokenize(data, tokenizer, max_length=999)[1].prompts_rerendered == 3
+    assert tokenize(ALPACA, tokenizer, max_length=999)[1].prompts_rerendered == 3
 
 
 def test_a_template_in_place_of_the_tokenizers_own(tokenizer):
     tokenizer.chat_template = UNMARKED
-    data = to_trl(to_dataset(MESSAGES), chat_template=True)
-    rows, _ = tokenize(data, tokenizer, max_length=999, train_on_responses_only=True, chat_template=TEMPLATE)
+    options = {"max_length": 999, "train_on_responses_only": True, "chat_template": TEMPLATE}
+    rows, _ = tokenize(MESSAGES, tokenizer, **options)
     answers = [tokenizer.decode([t for t in labels if t != IGNORE_INDEX]) for labels in rows["labels"]]
     assert answers == ["call<eos>a<eos>", "call<eos>", "seen<eos>"]
 
 
 def test_one_answer_after_a_prompt_needs_no_marks(tokenizer):
     tokenizer.chat_template = UNMARKED
-    data = to_trl(to_dataset(ALPACA), chat_template=True)
-    with_flag, _ = tokenize(data, tokenizer, max_length=99, train_on_responses_only=True)
-    without, _ = tokenize(data, tokenizer, max_length=99)
+    with_flag, _ = tokenize(ALPACA, tokenizer, max_length=99, train_on_responses_only=True)
+    without, _ = tokenize(ALPACA, tokenizer, max_length=99)
     assert with_flag["labels"][:] == without["labels"][:]
 
 
 @pytest.mark.parametrize("rows", [MESSAGES, CHAT_PAIRS])
 def test_answers_of_a_template_without_marks(rows, tokenizer):
-    data, labels = to_trl(to_dataset(rows), chat_template=True), []
+    labels = []
     for tokenizer.chat_template in (TEMPLATE, UNMARKED):
-        made, _ = tokenize(data, tokenizer, max_length=99, train_on_responses_only=True)
+        made, _ = tokenize(rows, tokenizer, max_length=99, train_on_responses_only=True)
         labels.append(made["labels"][:])
     assert labels[0] == labels[1]
+
+
+def test_a_blank_text_is_dropped_and_counted(tokenizer):
+    texts = [{"text": text} for text in ("one", "", " \n", "two")]
+    rows, ledger = tokenize(texts, tokenizer, max_length=99)
+    assert [tokenizer.decode(ids) for ids in rows["input_ids"]] == ["<s>one<eos>", "<s>two<eos>"]
+    assert (ledger.rows_read, ledger.rows_fully_masked) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +257,9 @@ def test_answers_of_a_template_without_marks(rows, tokenizer):
 )
 def test_refuses(rows, template, responses_only, complaint, tokenizer):
     tokenizer.chat_template = template
-    data = to_trl(to_dataset(rows), chat_template=True)
     with pytest.raises(InputError, match=complaint):
         tokenize(
-            data,
+            rows,
             tokenizer,
             max_length=1 if "max_seq" in complaint else 60,
             train_on_responses_only=responses_only,
@@ -263,7 +269,7 @@ def test_refuses(rows, template, responses_only, complaint, tokenizer):
 def test_text_needs_an_end(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="no eos_token"):
-        tokenize(to_dataset(TEXT), tokenizer, max_length=60)
+        tokenize(TEXT, tokenizer, max_length=60)
 
 
 def test_the_hash_of_a_tokenizer_is_of_what_makes_ids(tokenizer, tmp_path):

@@ -1,9 +1,8 @@
 """Training data: the sources of rows, their formats, and the checks before training begins."""
 
-from unsloth_pack.data.columns import check_token_ids
 from unsloth_pack.data.formats import DataFormat, detect_format, to_trl
 from unsloth_pack.data.sources import load_rows
-from unsloth_pack.data.tokenize import rows_hash, tokenizer_hash
+from unsloth_pack.data.tokenize import check_token_ids, rows_hash, tokenizer_hash
 
 __all__ = [
     "DataFormat",

@@ -49,13 +49,8 @@ def from_cache(kind: str, key: Sequence[object] | None, make: Callable[[Path], N
         kind: the first word of its name.
         key: all that the content depends on, as JSON has it. None if that is not known: the folder then
             serves this process alone, and is removed when it ends. So it does where caching is switched off.
-        make: writes Arrow files into an empty folder; returns notes, as JSON has them.
-
-    Returns:
-        The folder, and the notes.
-
-    Raises:
-        InputError: the cache cannot be written to; also what `make` raises, and then nothing is kept.
+        make: writes Arrow files into an empty folder; returns notes, as JSON has them. If it raises, nothing
+            is kept.
     """
     import datasets
 
@@ -72,7 +67,7 @@ def from_cache(kind: str, key: Sequence[object] | None, make: Callable[[Path], N
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(target.with_name(f"{name}.lock")):
                 if (notes := _notes_of(target)) is None:  # no other process has made it meanwhile
-                    notes = _made(target, make)
+                    notes = _fill(target, make)
         return target, notes
     except OSError as error:
         raise InputError(
@@ -114,7 +109,7 @@ def arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatchStreamWr
         os.fsync(file.fileno())
 
 
-def _made(target: Path, make: Callable[[Path], Notes]) -> Notes:
+def _fill(target: Path, make: Callable[[Path], Notes]) -> Notes:
     aside = target.with_name(f"{target.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed: nobody else holds the lock
     shutil.rmtree(target, ignore_errors=True)  # not complete, as somebody removed files from it
@@ -132,11 +127,11 @@ def _made(target: Path, make: Callable[[Path], Notes]) -> Notes:
 def _notes_of(folder: Path) -> Notes | None:
     """The notes of a folder, or None if it is not complete."""
     try:
-        found = json.loads((folder / _NOTES).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in found["sizes"]}
+        content = json.loads((folder / _NOTES).read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in content["sizes"]}
     except (OSError, ValueError, LookupError):
         return None
-    return found["notes"] if sizes == found["sizes"] else None
+    return content["notes"] if sizes == content["sizes"] else None
 
 
 @contextmanager
@@ -161,25 +156,24 @@ def _folder_of_this_process() -> str:
     return get_temporary_cache_files_directory()
 
 
-# Reads a data set from end to end, and gives back the memory of mapped files that have been read.
+# Read a data set from end to end, and give back the memory of mapped files that have been read.
 
-
-_HELD = 64 << 20  # bytes that may have been read since memory was given back
+_MOST_READ = 64 << 20  # bytes that may have been read since memory was given back
 
 
 def scan(dataset: datasets.Dataset, columns: list[str], batch_size: int) -> Iterator[pa.Table]:
     """These columns of all rows as Arrow tables, a batch at a time; what has been read does not pile up."""
-    held = 0
+    n_bytes = 0
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=batch_size):
         yield table
-        held += table.nbytes
-        if held > _HELD:
+        n_bytes += table.nbytes
+        if n_bytes > _MOST_READ:
             release(dataset)
-            held = 0
+            n_bytes = 0
 
 
 def release(dataset: datasets.Dataset) -> None:
-    """Give back what this process holds of the data set's files. A later read takes it from the files again.
+    """Give back the memory of the data set's files, which a later read takes from the files again.
 
     Elsewhere than on Linux it does nothing: the system takes the memory back when it runs short.
     """
@@ -187,29 +181,22 @@ def release(dataset: datasets.Dataset) -> None:
 
 
 def memory_maps(dataset: datasets.Dataset) -> list[tuple[int, int]]:
-    """`(address, bytes)` at which this process has mapped the data set's files; none elsewhere than on Linux.
-
-    They hold while the data set lives.
-    """
+    """`(address, bytes)` at which this process has mapped the data set's files; none if this is not Linux."""
     files = {os.path.realpath(file["filename"]) for file in dataset.cache_files}
     if not files or not sys.platform.startswith("linux"):
         return []
-    found = []
+    mapped = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             addresses, rights, *rest = line.rstrip("\n").split(maxsplit=5)
             if rest[-1] in files and "w" not in rights:  # it holds what the file holds, and nothing else
                 first, end = (int(address, 16) for address in addresses.split("-"))
-                found.append((first, end - first))
-    return found
+                mapped.append((first, end - first))
+    return mapped
 
 
 def give_back(mapped: list[tuple[int, int]]) -> None:
-    """Give back what this process holds of mapped files.
-
-    Args:
-        mapped: as `mappings` finds them.
-    """
+    """Give back the memory of mapped files, as `memory_maps` finds them."""
     libc = ctypes.CDLL(None, use_errno=True)
     for address, n_bytes in mapped:
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), mmap.MADV_DONTNEED)
@@ -243,13 +230,11 @@ def in_order(
 ) -> Iterator[Result]:
     """The result of every task, in their order, worked out by `num_proc` processes.
 
+    An error is that of the first task that fails.
+
     Args:
         work: forked processes inherit it; where there is no fork, it has to be picklable.
         num_proc: None for as many as there are cores. No process starts for a single task.
-
-    Raises:
-        RunStopped: a process was killed, perhaps because memory ran out.
-        Exception: what `work` raises for the first task that fails.
     """
     processes = min(num_proc or cores(), len(tasks))
     if processes <= 1:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.rows import Offer, fail
-from unsloth_pack.data.tool_calls import ArgumentForm, Conversation, calls_in, without_calls
+from unsloth_pack.data.rows import fail, offer
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,8 +24,11 @@ _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_END = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
 # A template is a program, so any of these may come from it; jinja2's own are added where it is imported
 TEMPLATE_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_TRIED = {"tried_name": "tried_value"}  # arguments of a call
 
 Columns = Mapping[str, list[Any]]
+Conversation = list[dict[str, Any]]
+Variables = dict[str, Any]  # what a template reads beside the turns: tools and variables of a row
 Ids = list[list[int]]
 # The ids of each row, how many tokens at its begin carry no loss, marks of the tokens that do (None: all the
 # others), and whether its prompt was rendered otherwise
@@ -65,9 +67,6 @@ class Encoder:
         max_length: tokens at which a row is cut.
         responses_only: whether only assistant turns count in the loss.
         chat_template: used instead of the tokenizer's own.
-
-    Raises:
-        InputError: the tokenizer lacks the token; or only responses are to count in rows of plain text.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Encoder:
     ):
         self.tokenizer, self.max_length, self.chat_template = tokenizer, max_length, chat_template
         self._is_chat = is_chat
-        self._forms: dict[str, ArgumentForm] = {}  # by template
+        self._reads_objects: dict[str, bool | None] = {}  # by template
         column = next(name for name in ("prompt", "messages", "text") if name in columns)
         self._encode = {
             "prompt": self._encode_prompt,
@@ -103,24 +102,17 @@ class Encoder:
         self._is_marked = self._marks_assistant and marks_answers(tokenizer.get_chat_template(chat_template))
 
     def __call__(self, batch: Columns, numbers: range) -> Encoded:
-        """The documents of a batch.
-
-        Args:
-            batch: its columns, one value per row.
-            numbers: of its rows, by which errors name them.
-
-        Raises:
-            InputError: the chat template refuses a row, or does not mark the responses in it.
-        """
+        """The documents of a batch; `numbers` are those of its rows, by which errors name them."""
         rows, starts, marks, rerendered = self._encode(batch, numbers)
-        read = np.fromiter(map(len, rows), np.int64, len(rows))
+        read = _lengths(rows)
         if read.max(initial=0) > self.max_length:
             rows = [row[: self.max_length] for row in rows]
             marks = marks and [row[: self.max_length] for row in marks]
         kept = np.minimum(read, self.max_length)
         ends = np.cumsum(kept)
         ids = _flat(rows, kept, np.int32)
-        is_masked = _places(kept, ends) < np.repeat(starts, kept)
+        places = np.arange(len(ids)) - np.repeat(ends - kept, kept)  # of every token in its own row
+        is_masked = places < np.repeat(starts, kept)
         if marks:
             is_masked |= _flat(marks, kept, np.int8) == 0
         masked = np.diff(np.concatenate([[0], np.cumsum(is_masked)])[np.concatenate([[0], ends])])
@@ -132,7 +124,9 @@ class Encoder:
 
     def _encode_text(self, batch: Columns, numbers: range) -> Parts:
         nowhere = np.zeros(len(numbers), np.int64)
-        return self._plain([self._ended(text) for text in batch["text"]]), nowhere, None, nowhere
+        # Nothing is learned from a blank text, so that its row is dropped and counted
+        texts = [self._ended(text) if text.strip() else "" for text in batch["text"]]
+        return self._plain(texts), nowhere, None, nowhere
 
     def _encode_messages(self, batch: Columns, numbers: range) -> Parts:
         ids, marks = self._chat(batch["messages"], batch, numbers, self._marks_assistant)
@@ -151,7 +145,7 @@ class Encoder:
             prompts = self._plain(batch["prompt"])
             ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
         starts = np.fromiter(map(_common_prefix, prompts, ids), np.int64, len(ids))
-        return ids, starts, marks, starts < np.fromiter(map(len, prompts), np.int64, len(ids))
+        return ids, starts, marks, starts < _lengths(prompts)
 
     def _ended(self, text: str) -> str:
         end = self.tokenizer.eos_token
@@ -172,17 +166,24 @@ class Encoder:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 
     def _chat(
-        self, conversations: list[Any], batch: Columns, numbers: range, marked: bool, **options: Any
+        self,
+        conversations: list[Conversation],
+        batch: Columns,
+        numbers: range,
+        marked: bool,
+        **options: bool,
     ) -> tuple[Ids, Ids | None]:
         """Ids of every conversation; if `marked`, also marks that are 1 on the tokens of assistant turns."""
         together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
-        for place, key in enumerate(_beside(batch, len(conversations))):
+        kwargs = batch.get("chat_template_kwargs") or [{}] * len(conversations)
+        tools = batch.get("tools") or [None] * len(conversations)
+        for place, key in enumerate(zip(tools, map(json.dumps, kwargs), strict=True)):
             together.setdefault(key, []).append(place)
-        groups: list[tuple[list[int], list[int], list[Conversation], dict[str, Any]]] = []
-        for (tools, kwargs_text), members in together.items():
-            of_rows, kwargs = [numbers[i] for i in members], json.loads(kwargs_text)
-            self._check_variables(of_rows[0], bool(tools), kwargs)
-            beside = {"tools": json.loads(tools) if tools else None} | kwargs
+        groups: list[tuple[list[int], list[int], list[Conversation], Variables]] = []
+        for (tools_text, kwargs_text), members in together.items():
+            of_rows, kwargs_of_rows = [numbers[i] for i in members], json.loads(kwargs_text)
+            self._check_variables(of_rows[0], bool(tools_text), kwargs_of_rows)
+            beside = {"tools": json.loads(tools_text) if tools_text else None} | kwargs_of_rows
             rows = zip(of_rows, members, strict=True)
             read = [self._read(number, conversations[i], beside) for number, i in rows]
             groups.append((members, of_rows, read, beside))
@@ -208,15 +209,12 @@ class Encoder:
         return ids, marks if marked else None
 
     def _mask(
-        self, number: int, turns: Conversation, beside: dict[str, Any], offsets: Sequence[tuple[int, int]]
+        self, number: int, turns: Conversation, beside: Variables, offsets: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         """1 on the tokens of answers: what each adds to the text of earlier turns and the generation prompt.
 
         Args:
             offsets: of the tokens, in the text of all turns.
-
-        Raises:
-            InputError: the template does not write the turns one after the other.
         """
         begins, ends = np.asarray(offsets).reshape(-1, 2).T
         whole, mask = self._text(turns, beside) or "", np.zeros(len(ends), np.int8)
@@ -236,50 +234,51 @@ class Encoder:
             mask[(ends > len(asked)) & (begins < len(answered))] = 1
         return mask
 
-    def _read(self, number: int, conversation: Conversation, beside: dict[str, Any]) -> Conversation:
-        """The conversation with the arguments of calls in the form that the template reads."""
-        if not calls_in(conversation):
+    def _read(self, number: int, conversation: Conversation, beside: Variables) -> Conversation:
+        """The conversation with the arguments of calls as the template reads them: objects, or JSON text."""
+        if not _calls_in(conversation):
             return conversation
         template = self.tokenizer.get_chat_template(self.chat_template, tools=beside["tools"])
-        if template not in self._forms:
-            self._forms[template] = ArgumentForm(conversation, lambda tried: self._text(tried, beside))
-        return self._forms[template].of(number, conversation)
+        if template not in self._reads_objects:
+            text = json.dumps(_TRIED)
+            of_text = self._text(_with_arguments(conversation, lambda _: text), beside)
+            of_object = self._text(_with_arguments(conversation, lambda _: _TRIED), beside)
+            reads_text = text in (of_text or "")
+            reads_objects = of_object is not None and str(_TRIED) not in of_object
+            # None where it reads both or neither: arguments stay as they are
+            self._reads_objects[template] = reads_objects if reads_objects is not reads_text else None
+        convert = partial(_convert_arguments, number, to_objects=self._reads_objects[template])
+        return _with_arguments(conversation, convert)
 
-    def _text(self, conversation: Conversation, beside: dict[str, Any]) -> str | None:
+    def _text(self, conversation: Conversation, beside: Variables) -> str | None:
         """What the template makes of a conversation; None where it refuses it."""
         from jinja2 import TemplateError
 
-        made: Any = None
         with suppress(TemplateError, *TEMPLATE_REFUSALS):
-            made = self.tokenizer.apply_chat_template(
-                conversation, chat_template=self.chat_template, tokenize=False, **beside
+            template = self.chat_template
+            text = self.tokenizer.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, **beside
             )
-        return made
+            return str(text)
+        return None
 
-    def _check_variables(self, number: int, has_tools: bool, kwargs: dict[str, Any]) -> None:
+    def _check_variables(self, number: int, has_tools: bool, kwargs: Variables) -> None:
         """Refuse variables that the template does not read: the row was written for another one."""
-        given = [name for name, value in kwargs.items() if value is not None]
-        if not given:
-            return
+        names = [name for name, value in kwargs.items() if value is not None]
         tools: list[Any] | None = [] if has_tools else None  # which may have a template of their own
-        read = _variables_of(self.tokenizer.get_chat_template(self.chat_template, tools=tools))
-        unread = [name for name in given if read is not None and name not in read]
-        if unread:
-            fail(
-                number,
-                "chat_template_kwargs",
-                f"the chat template does not read {unread[0]!r}",
-                kwargs,
-                "give ",
-                Offer({"chat_template_kwargs": None}),
-            )
+        read = names and _variables_of(self.tokenizer.get_chat_template(self.chat_template, tools=tools))
+        for name in names:
+            if read is not None and name not in read:
+                problem = f"the chat template does not read {name!r}"
+                remedy = f"give {offer({'chat_template_kwargs': None})}"
+                fail(number, "chat_template_kwargs", problem, kwargs, remedy)
 
-    def _check_shown(self, rows: Iterable[tuple[int, Conversation, dict[str, Any]]]) -> None:
+    def _check_shown(self, rows: Iterable[tuple[int, Conversation, Variables]]) -> None:
         """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
         calls, in whose place it would learn an empty answer."""
         unshown: dict[str, tuple[int, Any]] = {}  # the first row of each, and its value
         for number, conversation, beside in rows:
-            tools, calls = beside["tools"], calls_in(conversation)
+            tools, calls = beside["tools"], _calls_in(conversation)
             if not tools and not calls:
                 continue
             shown = self._text(conversation, beside)
@@ -290,19 +289,20 @@ class Encoder:
                 continue
             if tools and shown == self._text(conversation, beside | {"tools": None}):
                 unshown.setdefault("tools", (number, tools))
-            if calls and shown == self._text(without_calls(conversation), beside):
+            if calls and shown == self._text(_without_calls(conversation), beside):
                 unshown.setdefault("tool_calls", (number, calls[0]))
         for column, (number, value) in unshown.items():
             problem, remedy = "the chat template does not show them", "use another model"
             if len(unshown) > 1:
                 problem = "the chat template shows neither tools nor tool_calls"
-                fail(number, column, problem, value, remedy)
-            if column == "tools":
-                fail(number, column, problem, value, remedy, ", or give ", Offer({column: None}))
-            fail(number, column, problem, value, remedy, ", or remove the row")
+            elif column == "tools":
+                remedy += f", or give {offer({column: None})}"
+            else:
+                remedy += ", or remove the row"
+            fail(number, column, problem, value, remedy)
 
     def _apply_template(
-        self, conversations: list[Any], numbers: list[int], marked: bool, options: dict[str, Any]
+        self, conversations: list[Conversation], numbers: list[int], marked: bool, options: Variables
     ) -> Any:
         from jinja2 import TemplateError
 
@@ -319,13 +319,9 @@ class Encoder:
                     ) from None
             raise
 
-    def _rendered(self, conversations: list[Any], marked: bool, options: dict[str, Any]) -> Mapping[str, Any]:
-        """`input_ids` of conversations, and if `marked` `assistant_masks`, 1 on the tokens of answers.
-
-        Args:
-            options: of the chat template.
-        """
-        made: Any = self.tokenizer.apply_chat_template(
+    def _rendered(self, conversations: list[Conversation], marked: bool, options: Variables) -> Any:
+        """`input_ids` of conversations, and if `marked` `assistant_masks`, 1 on the tokens of answers."""
+        return self.tokenizer.apply_chat_template(
             conversations,
             chat_template=self.chat_template,
             return_dict=True,
@@ -333,7 +329,6 @@ class Encoder:
             tokenizer_kwargs={"verbose": False},
             **options,
         )
-        return made
 
 
 def marks_answers(chat_template: str) -> bool:
@@ -350,13 +345,6 @@ def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
     return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
 
 
-def _beside(batch: Columns, n_rows: int) -> Iterator[tuple[str | None, str]]:
-    """What the template reads beside each conversation, as JSON text: its tools and its variables."""
-    kwargs = batch.get("chat_template_kwargs") or [{}] * n_rows
-    tools = batch.get("tools") or [None] * n_rows
-    return zip(tools, map(json.dumps, kwargs), strict=True)
-
-
 @cache
 def _variables_of(template: str) -> frozenset[str] | None:
     """The variables that a chat template reads; None where that cannot be told."""
@@ -370,6 +358,41 @@ def _variables_of(template: str) -> frozenset[str] | None:
         return None
 
 
+def _calls_in(conversation: Conversation) -> list[Any]:
+    return [turn["tool_calls"] for turn in conversation if turn.get("tool_calls")]
+
+
+def _without_calls(conversation: Conversation) -> Conversation:
+    return [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in conversation]
+
+
+def _with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else {**call}
+
+    return [
+        turn | {"tool_calls": [*map(changed, turn["tool_calls"])]} if turn.get("tool_calls") else turn
+        for turn in conversation
+    ]
+
+
+def _convert_arguments(number: int, arguments: Any, to_objects: bool | None) -> Any:
+    if isinstance(arguments, dict) and to_objects is False:
+        return json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str) or not to_objects:
+        return arguments
+    try:
+        decoded = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict):
+        problem = "arguments that are no JSON object"
+        fail(number, "tool_calls", problem, arguments, "correct or remove the row")
+    return decoded
+
+
 def _common_prefix(some: list[int], others: list[int]) -> int:
     if others[: len(some)] == some:
         return len(some)
@@ -377,11 +400,10 @@ def _common_prefix(some: list[int], others: list[int]) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
+def _lengths(rows: Ids) -> np.ndarray:
+    return np.fromiter(map(len, rows), np.int64, len(rows))
+
+
 def _flat(rows: Ids, lengths: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     """`[numbers]`: the numbers of all rows, whose lengths are known."""
     return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum()))
-
-
-def _places(lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """`[tokens]`: the place of every token in its own row."""
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)

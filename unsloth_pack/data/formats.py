@@ -17,10 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import rows as fields
-from unsloth_pack.data.columns import KNOWN_COLUMNS, holds_text_of_turns, suggested
-from unsloth_pack.data.json_files import holds_objects, without_absent_keys
-from unsloth_pack.data.rows import OF_TURNS, Column, ColumnsRefused, Offer, Piece, Row, joined, unread_keys
-from unsloth_pack.data.unsupported_columns import refuse_acting_columns, refuse_media, refuse_other_data
+from unsloth_pack.data.columns import (
+    KNOWN_COLUMNS,
+    holds_text_of_turns,
+    refuse_acting_columns,
+    refuse_media,
+    refuse_other_data,
+    suggested,
+)
+from unsloth_pack.data.rows import OF_TURNS, Row, fail, offer, own_name, unread_keys
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 # Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
+_OF_CONVERSATIONS = {"tools", "chat_template_kwargs", "system"}  # columns that act beside a conversation
 
 # Taori et al. 2023, "Stanford Alpaca", with the line break after "Response:" that its many users settled on
 _ALPACA = (
@@ -55,7 +61,7 @@ class DataFormat(StrEnum):
 
 
 def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> DataFormat:
-    """The format of rows with these columns.
+    """Detect the format of rows with these columns.
 
     If several fit, the most structured wins: messages, ShareGPT, alpaca, prompt+completion, text. (For
     example, the original alpaca data has a rendered `text` beside its `instruction`.)
@@ -72,14 +78,18 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
     refuse_other_data(columns, first)
-    if "input_ids" in columns:
-        _refuse_packed([name for name in column_names if name in _BOUNDARIES])
+    boundaries = [name for name in column_names if name in _BOUNDARIES]
+    if "input_ids" in columns and boundaries:
+        raise InputError(
+            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest; give their text, "
+            "or packs from `unsloth-pack pack`"
+        )
 
     def refuse_text_of_turns(names: Iterable[str]) -> None:
         for name in names:
             if any(holds_text_of_turns(row.get(name)) for row in first_rows):
-                said = " holds turns as JSON text; write them as a list of objects, as .jsonl has it"
-                raise ColumnsRefused("column ", Column(name, is_quoted=True), said)
+                problem = "holds turns as JSON text; write them as a list of objects, as .jsonl has it"
+                raise InputError(f"column {own_name(name)!r} {problem}")
 
     def holds_lists(column: str) -> bool:
         values = [row[column] for row in first_rows if row.get(column) is not None]
@@ -102,23 +112,12 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "`unsloth-pack pack`"
         )
     refuse_text_of_turns(column_names)
-    types: list[list[Piece]] = [
-        [Column(name), f" ({type(first.get(name)).__name__})"] for name in column_names
-    ]
+    types = ", ".join(f"{own_name(name)} ({type(first.get(name)).__name__})" for name in column_names)
     mapping = suggested(column_names, first)
-    way = Offer(mapping) if mapping else "--columns to messages, prompt, completion or text"
-    raise ColumnsRefused(
-        *("no known data format has the columns ", *joined(types)),
-        *("; try " if mapping else "; map them with ", way),
+    way = "map them with --columns to messages, prompt, completion or text"
+    raise InputError(
+        f"no known data format has the columns {types}; {f'try {offer(mapping)}' if mapping else way}"
     )
-
-
-def _refuse_packed(boundaries: Sequence[str]) -> None:
-    if boundaries:
-        raise InputError(
-            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest; give their text, "
-            "or packs from `unsloth-pack pack`"
-        )
 
 
 def to_trl(
@@ -145,7 +144,7 @@ def to_trl(
     Raises:
         InputError: the format is unknown, conversations come without a chat template, or a row cannot be
             trained on. The error names the first such row (from 0), the column and the value. These rows are
-            refused: null and non-string fields, empty responses and texts, conversations without an assistant
+            refused: null and non-string fields, empty responses, conversations without an assistant
             turn, unknown roles, a system turn that is not the first, a tool turn that answers no assistant
             turn, the same role twice in a row (but tool results may follow each other), and what only other
             tools can train on: images, replies labelled bad, weights, turns marked otherwise.
@@ -192,44 +191,40 @@ class Conversion:
         self.numbers = numbers or range(len(dataset))
         refuse_media(dataset, self.numbers)
         first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
-        self.data_format = data_format = detect_format(dataset.column_names, first_rows)
+        self.data_format = detect_format(dataset.column_names, first_rows)
         self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
         self._columns = [name for name in dataset.column_names if name in KNOWN_COLUMNS]
         learned = _learned(responses_only)
-        features: dict[str, Any] = {"prompt": Value("string"), "completion": Value("string")}
-        beside = ("tools", "chat_template_kwargs", "system")
-        self._unused: tuple[str, ...] = ()
-        self._are_text = data_format is DataFormat.TEXT
+        string, answer = Value("string"), _answer_column(self._columns)
+        features: dict[str, Any] = {"prompt": string, "completion": string}
         self._convert: Callable[[int, Row], Row]
-        match data_format:
+        match self.data_format:
             case DataFormat.TEXT:
-                self._convert, features, self._unused = _text, {"text": Value("string")}, beside
-                used = {"text"}
+                self._convert, features, used = _text, {"text": string}, {"text"}
             case DataFormat.ALPACA if chat_template:
                 self._convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
-                used = {"instruction", "input", "output", *beside}
+                used = {"instruction", "input", "output", *_OF_CONVERSATIONS}
             case DataFormat.ALPACA:
-                self._convert, self._unused = _alpaca_strings, ("tools", "chat_template_kwargs")
-                used = {"instruction", "input", "output", "system"}
+                self._convert, used = _alpaca_strings, {"instruction", "input", "output", "system"}
             case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
-                self._convert, self._unused = _prompt_strings, beside
-                used = {"prompt", _answer_column(self._columns)}
+                self._convert, used = _prompt_strings, {"prompt", answer}
             case DataFormat.PROMPT_COMPLETION:
                 self._convert = partial(_prompt_messages, learned=learned)
-                used = {"prompt", _answer_column(self._columns), *beside}
-                sources = {"prompt": "prompt", "completion": _answer_column(self._columns)}
+                used = {"prompt", answer, *_OF_CONVERSATIONS}
+                sources = {"prompt": "prompt", "completion": answer}
                 features = _conversation_features(dataset, sources, chat_template)
             case DataFormat.MESSAGES | DataFormat.SHAREGPT:
-                column = "messages" if data_format is DataFormat.MESSAGES else "conversations"
+                column = "messages" if self.data_format is DataFormat.MESSAGES else "conversations"
                 self._convert = partial(_messages, column=column, learned=learned)
-                used = {column, *beside}
+                used = {column, *_OF_CONVERSATIONS}
                 features = _conversation_features(dataset, {"messages": column}, chat_template)
+        self._unfit = _OF_CONVERSATIONS - used
         self.unused_columns = tuple(name for name in dataset.column_names if name not in used)
-        if template and not self._are_text:
+        if template and self.data_format is not DataFormat.TEXT:
             turns = [name for name in OF_TURNS if name in used and name in dataset.column_names]
             self.unused_columns += unread_keys(dataset, turns, template)
-        if not self._unused:
-            of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
+        if not self._unfit:
+            of_template = {"tools": string, "chat_template_kwargs": ExactJson()}
             features |= {name: kind for name, kind in of_template.items() if name in self._columns}
         self.features = Features(features)
         self._json_columns = [name for name, kind in features.items() if isinstance(kind, ExactJson)]
@@ -237,22 +232,18 @@ class Conversion:
     def batches(
         self, dataset: datasets.Dataset, first: int, end: int, batch_size: int
     ) -> Iterator[dict[str, list[Any]]]:
-        """The converted columns of the rows `first` to `end - 1`, a batch at a time.
-
-        Raises:
-            InputError: a row cannot be trained on.
-        """
+        """The converted columns of the rows `first` to `end - 1`, a batch at a time."""
         rows, numbers = dataset.select(range(first, end)), self.numbers[first:end]
-        refuse_acting_columns(rows, numbers, are_text=self._are_text, unused=self._unused)
+        are_text = self.data_format is DataFormat.TEXT
+        refuse_acting_columns(rows, numbers, are_text=are_text, unused=self._unfit)
         rows = rows.select_columns(self._columns)
         filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
-        for done, batch in zip(
-            range(0, end - first, batch_size), rows.iter(batch_size=batch_size), strict=True
-        ):
-            of_batch = numbers[done : done + batch_size]
+        starts = range(0, end - first, batch_size)
+        for start, batch in zip(starts, rows.iter(batch_size=batch_size), strict=True):
+            of_batch = numbers[start : start + batch_size]
             for name, kind in filled.items():
                 values = zip(of_batch, batch[name], strict=True)
-                batch[name] = [without_absent_keys(index, name, kind, value) for index, value in values]
+                batch[name] = [_without_absent_keys(index, name, kind, value) for index, value in values]
             cells = zip(*batch.values(), strict=True)
             converted = [
                 self._convert(index, dict(zip(batch, row, strict=True)))
@@ -273,7 +264,7 @@ class Conversion:
         schema = self.features.arrow_schema
         return pa.table(
             {
-                name: json_array([json.dumps(value, ensure_ascii=False) for value in values])
+                name: json_array(values)
                 if name in self._json_columns
                 else pa.array(values, schema.field(name).type)
                 for name, values in batch.items()
@@ -289,7 +280,7 @@ def _learned(responses_only: bool | None) -> dict[str, bool]:
 
 
 def _text(index: int, row: Row) -> Row:
-    return {"text": fields.string(index, row, "text")}
+    return {"text": fields.string(index, row, "text", may_be_blank=True)}
 
 
 def _alpaca_messages(index: int, row: Row) -> Row:
@@ -356,12 +347,9 @@ def _conversation_features(
     from unsloth_pack.data.lossless_json import ExactJson
 
     if not chat_template:
-        column = next(iter(sources.values()))
-        raise ColumnsRefused(
-            "column ",
-            Column(column, is_quoted=True),
-            " holds conversations, but the tokenizer has no chat template; use an instruct model, or set "
-            "tokenizer.chat_template",
+        raise InputError(
+            f"column {own_name(next(iter(sources.values())))!r} holds conversations, but the tokenizer has "
+            "no chat template; use an instruct model, or set tokenizer.chat_template"
         )
     return {
         name: _messages_type() if _keys(rows.features[column]) in fields.PLAIN_TURNS else ExactJson()
@@ -369,18 +357,54 @@ def _conversation_features(
     }
 
 
-def _messages_type() -> Any:
+def _messages_type() -> datasets.List:
     from datasets import List, Value
 
     return List({"role": Value("string"), "content": Value("string")})
 
 
-def _keys(feature: Any) -> list[str]:
+def _keys(feature: object) -> list[str]:
     """The keys of the objects in a list column; empty for any other type."""
     inner = getattr(feature, "feature", None)
     return list(inner) if isinstance(inner, dict) else []
 
 
-def _may_have_filler(feature: Any) -> bool:
+# Objects as Arrow's struct type holds them: with null for every key that only other rows have.
+#
+# Parquet files and `datasets` use that type, which cannot tell a null from an absent key. Here null means an
+# absent key, as it does to transformers in a turn. Where users choose the keys, as in the arguments of a
+# call, either meaning could be wrong: such a null is refused.
+
+_CHOSEN_KEYS = {"arguments", "parameters", "chat_template_kwargs"}  # the objects whose keys users choose
+
+
+def _may_have_filler(feature: object) -> bool:
     """Whether Arrow's struct type may have put null where an object lacked a key that others have."""
-    return holds_objects(feature) and _keys(feature) not in fields.PLAIN_TURNS
+    return _holds_objects(feature) and _keys(feature) not in fields.PLAIN_TURNS
+
+
+def _holds_objects(feature: object) -> bool:
+    """Whether a column of this `datasets` type holds structs."""
+    inner = getattr(feature, "feature", None)  # of a list
+    return isinstance(feature, dict) or (inner is not None and _holds_objects(inner))
+
+
+def _without_absent_keys(index: int, column: str, feature: Any, value: Any) -> Any:
+    """The value of row `index` without keys that are null. A null that might have been meant is refused."""
+
+    def strip(feature: Any, inner: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(feature, dict) and isinstance(inner, dict):
+            if chosen := _CHOSEN_KEYS.intersection(path):
+                for key in (key for key, item in inner.items() if item is None):
+                    start = min(map(path.index, chosen))
+                    name = ".".join((*path[start:], key))
+                    problem = f"{name} is null, as a struct column also holds keys that are absent"
+                    remedy = "give the rows as a .jsonl file, which tells them apart"
+                    fail(index, column, problem, value, remedy)
+            items = {key: item for key, item in inner.items() if item is not None}
+            return {key: strip(feature[key], item, (*path, key)) for key, item in items.items()}
+        if isinstance(inner, list):
+            return [strip(getattr(feature, "feature", None), item, path) for item in inner]
+        return inner
+
+    return strip(feature, value, (column,))

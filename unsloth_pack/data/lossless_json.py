@@ -19,22 +19,22 @@ from unsloth_pack.data.rows import PLAIN_TURNS
 _PLAIN_TURNS = [pa.struct({name: pa.string() for name in names}) for names in PLAIN_TURNS]
 
 
+def _to_json(value: object) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
 class ExactJson(datasets.Json):
     """`datasets.Json`, read and written by Python's own JSON module."""
 
-    def encode_example(self, example_data: Any) -> str | None:
-        return None if example_data is None else json.dumps(example_data, ensure_ascii=False)
+    def encode_example(self, example_data: object) -> str | None:
+        return _to_json(example_data)
 
-    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
+    def decode_example(self, example_data: str | None, token_per_repo_id: object = None) -> Any:
         return None if example_data is None else json.loads(example_data)
 
 
 def to_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
-    """A dataset of these rows, with the types that hold them exactly; a key that a row lacks is null.
-
-    Raises:
-        UnicodeEncodeError: a string holds half of a surrogate pair.
-    """
+    """A dataset of these rows, with the types that hold them exactly; a key that a row lacks is null."""
     return read_exactly(datasets.Dataset(exact_table(rows)))
 
 
@@ -42,64 +42,6 @@ def exact_table(rows: list[dict[str, Any]]) -> pa.Table:
     """The rows as Arrow holds them exactly, see `to_dataset`."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: _exact_array([row.get(name) for row in rows]) for name in names})
-
-
-def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The types that hold the rows of several exact tables: JSON texts where their own types differ."""
-    kinds: dict[str, pa.DataType | None] = {}
-    for field in (field for schema in schemas for field in schema):
-        kinds[field.name] = _joined(kinds.get(field.name, pa.null()), field.type)
-    return pa.schema({name: pa.json_() if kind is None else kind for name, kind in kinds.items()})
-
-
-def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """An exact table with the types of `joined_schema`; columns that it lacks are null."""
-    columns = []
-    for field in schema:
-        here = table[field.name] if field.name in table.column_names else pa.nulls(len(table))
-        if here.type == field.type:
-            columns.append(here)
-        elif isinstance(field.type, pa.JsonType):
-            columns.append(json_array([_as_json(value) for value in here.to_pylist()]))
-        else:
-            columns.append(here.cast(field.type))
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _joined(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
-    """The type that holds the values of both exactly, or None where that is no type but JSON."""
-    if one is None or other is None or one == other or pa.types.is_null(other):
-        return one if one is None or other is not None else None
-    if pa.types.is_null(one):
-        return other
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        inner = _joined(one.value_type, other.value_type)
-        return None if inner is None else pa.list_(inner)
-    return None
-
-
-def _as_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:
-    """The same dataset, whose JSON texts are read by Python's own JSON module."""
-    exact = dataset.with_format(None)  # a copy that has its own types
-    exact.info.features = datasets.Features({name: _exact(kind) for name, kind in dataset.features.items()})
-    return exact
-
-
-def json_array(texts: list[str | None]) -> pa.Array:
-    """JSON texts as the Arrow array of an `ExactJson` column."""
-    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
-
-
-def _exact(feature: Any) -> Any:
-    if isinstance(feature, dict):
-        return {name: _exact(inner) for name, inner in feature.items()}
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_exact(feature.feature))
-    return ExactJson() if isinstance(feature, datasets.Json) else feature
 
 
 def _exact_array(values: list[Any]) -> pa.Array:
@@ -111,10 +53,59 @@ def _exact_array(values: list[Any]) -> pa.Array:
             return array
     except (pa.ArrowException, OverflowError):  # strings among numbers, integers past 64 bits, ...
         pass
-    return json_array([_as_json(value) for value in values])
+    return json_array(values)
 
 
 def _holds_no_objects(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind):
         return kind.value_type in _PLAIN_TURNS or _holds_no_objects(kind.value_type)
     return not pa.types.is_struct(kind)
+
+
+def json_array(values: Sequence[object]) -> pa.Array:
+    """Values as the Arrow array of an `ExactJson` column."""
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(map(_to_json, values), pa.string()))
+
+
+def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The types that hold the rows of several exact tables: JSON texts where their own types differ."""
+    kinds: dict[str, pa.DataType] = {}
+    for field in (field for schema in schemas for field in schema):
+        kinds[field.name] = _joined(kinds.get(field.name, pa.null()), field.type)
+    return pa.schema(kinds)
+
+
+def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
+        return other if pa.types.is_null(one) else one
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        inner = _joined(one.value_type, other.value_type)
+        return inner if inner == pa.json_() else pa.list_(inner)
+    return pa.json_()
+
+
+def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """An exact table with the types of `joined_schema`; columns that it lacks are null."""
+    columns = []
+    for field in schema:
+        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table))
+        if column.type != field.type:
+            is_json = isinstance(field.type, pa.JsonType)
+            column = json_array(column.to_pylist()) if is_json else column.cast(field.type)
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:
+    """The same dataset, whose JSON texts are read by Python's own JSON module."""
+    exact = dataset.with_format(None)  # a copy that has its own types
+    exact.info.features = datasets.Features({name: _exact(kind) for name, kind in dataset.features.items()})
+    return exact
+
+
+def _exact(feature: Any) -> Any:
+    if isinstance(feature, dict):
+        return {name: _exact(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_exact(feature.feature))
+    return ExactJson() if isinstance(feature, datasets.Json) else feature

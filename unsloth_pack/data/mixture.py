@@ -13,84 +13,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES, update_with_images
+from unsloth_pack.data.streaming import Place, RawBlock, RowSource, no_rows
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 
-# Hold documents out of the training, to evaluate on them.
-#
-# Documents with equal tokens and images are on the same side, wherever they stand. The choice
-# depends on the documents and the seed alone: not on their order, nor on how many processes read them.
-
 if TYPE_CHECKING:
     import datasets
-
-_ROWS_AT_ONCE = 1000  # documents whose tokens are read at a time
-_HASH_BYTES = 16
-
-
-def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndarray:
-    """`[documents]` bool: about this share of them, at least one and never all.
-
-    Args:
-        documents: `input_ids`.
-        fraction: above 0 and below 1.
-
-    Raises:
-        InputError: all documents are equal, so that none could be held out.
-    """
-    hashes = _hashes(documents, seed)
-    _, group_of, sizes = np.unique(hashes, return_inverse=True, return_counts=True)  # in a random order
-    if len(sizes) < 2:
-        raise InputError(
-            f"eval_fraction is {fraction:g}, and all {len(hashes):,} documents hold the same tokens, so that "
-            "none can be held out; give more data, or --eval_dataset",
-            about="eval_fraction",
-        )
-    most = fraction * len(hashes)
-    is_chosen = np.zeros(len(sizes), bool)
-    chosen = 0
-    for group, size in enumerate(sizes.tolist()):
-        if chosen + size <= most:
-            is_chosen[group] = True
-            chosen += size
-    if not chosen:
-        is_chosen[np.argmin(sizes)] = True
-    return is_chosen[group_of]
-
-
-def _hashes(documents: datasets.Dataset, seed: int) -> np.ndarray:
-    """`[documents]`: hashes of their tokens and images, whose order is another with each seed."""
-    key = seed.to_bytes(8, "little")
-    found = bytearray()
-    columns = [name for name in ("input_ids", IMAGES) if name in documents.column_names]
-    for table in scan(documents, columns, _ROWS_AT_ONCE):
-        lists = table["input_ids"].combine_chunks()
-        ids = lists.flatten().to_numpy()
-        ends = np.cumsum(lists.value_lengths().to_numpy())
-        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            digest = hashlib.blake2b(ids[begin:end].tobytes(), digest_size=_HASH_BYTES, key=key)
-            if IMAGES in columns:
-                update_with_images(digest, table[IMAGES].slice(number, 1))
-            found += digest.digest()
-    return np.frombuffer(bytes(found), f"S{_HASH_BYTES}")
-
 
 MIXTURES = {
     "concatenate": None,
     "interleave_under": "first_exhausted",
     "interleave_over": "all_exhausted",
 }  # and the name that `datasets` has for where they end
-_BATCH = 1000  # documents whose labels are read at a time
+_BATCH = 1000  # documents that are read at a time
+_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -155,19 +102,19 @@ def mix(
     """
     import datasets
 
-    together = sources[0].documents.rows
+    documents = [source.documents for source in sources]
+    together = documents[0].rows
     is_plain = len(sources) == 1 and sources[0].weight == 1 and eval_fraction is None
     if is_plain and (most is None or most >= len(together)):
         return _single(sources[0])
     if len(sources) > 1:
-        together = datasets.concatenate_datasets([source.documents.rows for source in sources])
-    n_documents = [len(source.documents.rows) for source in sources]
-    ends = np.cumsum(n_documents)
-    starts = ends - n_documents
+        together = datasets.concatenate_datasets([each.rows for each in documents])
+    ends = np.cumsum([len(each.rows) for each in documents])
+    bounds = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
     is_held = np.zeros(len(together), bool)
     if eval_fraction is not None:
         is_held = held_out(together, eval_fraction, seed)
-    left = [begin + np.flatnonzero(~is_held[begin:end]) for begin, end in zip(starts, ends, strict=True)]
+    left = [begin + np.flatnonzero(~is_held[begin:end]) for begin, end in bounds]
     for source, numbers in zip(sources, left, strict=True):
         if not len(numbers):
             raise InputError(
@@ -183,19 +130,19 @@ def mix(
             source.name,
             source.weight,
             source.documents.unused_columns,
-            int(end - begin),
+            end - begin,
             int(is_held[begin:end].sum()),
             int(times[begin:end].sum()),
             int((times * lengths.tokens)[begin:end].sum()),
         )
-        for source, begin, end in zip(sources, starts, ends, strict=True)
+        for source, (begin, end) in zip(sources, bounds, strict=True)
     )
-    whole = _joined([source.documents for source in sources])
+    whole = _joined(documents)
     train = replace(_selected(together, whole, order), ledger=lengths.ledger(whole.ledger, times, is_held))
     evaluation = None
     if eval_fraction is not None:
-        numbers = np.flatnonzero(is_held)
-        evaluation = replace(_selected(together, whole, numbers), ledger=lengths.of_held_out(numbers))
+        of_held_out = lengths.of_held_out(is_held)
+        evaluation = replace(_selected(together, whole, np.flatnonzero(is_held)), ledger=of_held_out)
     return Mixture(train, evaluation, parts)
 
 
@@ -241,23 +188,26 @@ def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
 def _selected(together: datasets.Dataset, whole: Documents, order: np.ndarray) -> Documents:
     if np.array_equal(order, np.arange(len(together))):
         return replace(whole, rows=together)
-    key = json.dumps([whole.fingerprint, hashlib.sha256(order.astype(np.int64).tobytes()).hexdigest()])
-    return replace(whole, rows=together.select(order), fingerprint=hashlib.sha256(key.encode()).hexdigest())
+    digest = hashlib.sha256(order.astype(np.int64).tobytes()).hexdigest()
+    return replace(whole, rows=together.select(order), fingerprint=_hash_of([whole.fingerprint, digest]))
 
 
 def _joined(documents: Sequence[Documents]) -> Documents:
     """What is known of all documents together; the rows are those of the first."""
     if len(documents) == 1:
         return documents[0]
-    key = json.dumps([each.fingerprint for each in documents])
     return replace(
         documents[0],
         ledger=TokenLedger.of_all([each.ledger for each in documents]),
-        fingerprint=hashlib.sha256(key.encode()).hexdigest(),
+        fingerprint=_hash_of([each.fingerprint for each in documents]),
         least_id=min(each.least_id for each in documents),
         last_id=max(each.last_id for each in documents),
         has_files=any(each.has_files for each in documents),
     )
+
+
+def _hash_of(fingerprints: list[str]) -> str:
+    return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -270,31 +220,23 @@ class _Lengths:
 
     @classmethod
     def of(cls, documents: datasets.Dataset) -> _Lengths:
-        found = []
+        batches = []
         for table in scan(documents, ["labels"], _BATCH):
             lists = table["labels"].combine_chunks()
             tokens = lists.value_lengths().to_numpy().astype(np.int64)
             is_masked = lists.flatten().to_numpy() == IGNORE_INDEX
             starts = np.cumsum(tokens) - tokens  # no document is empty: in each of them a label counts
             masked = np.add.reduceat(is_masked, starts, dtype=np.int64)
-            found.append((tokens, masked, ~is_masked[starts]))
-        return cls(*(np.concatenate(each) for each in zip(*found, strict=True)))
+            batches.append((tokens, masked, ~is_masked[starts]))
+        return cls(*(np.concatenate(each) for each in zip(*batches, strict=True)))
 
     def ledger(self, read: TokenLedger, times: np.ndarray, is_held: np.ndarray) -> TokenLedger:
-        """The ledger of documents that train so many times each.
-
-        Args:
-            read: the ledger of all that was read.
-            is_held: the documents that are held out.
-        """
+        """The ledger of documents that train so many times each; `read` is that of all that was read."""
         is_left = (times == 0) & ~is_held
         more = np.maximum(times - 1, 0)
-        masked, at_begin = int((times * self.masked).sum()), int((times * self.at_begin).sum())
         return replace(
             read,
-            tokens_masked_by_template=masked,
-            tokens_masked_at_boundaries=at_begin,
-            tokens_counted=int((times * self.tokens).sum()) - masked - at_begin,
+            **self._in_loss(times),
             rows_held_out=int(is_held.sum()),
             tokens_held_out=int(self.tokens[is_held].sum()),
             rows_not_drawn=int(is_left.sum()),
@@ -303,21 +245,254 @@ class _Lengths:
             tokens_repeated=int((more * self.tokens).sum()),
         )
 
-    def of_held_out(self, numbers: np.ndarray) -> TokenLedger:
+    def of_held_out(self, is_held: np.ndarray) -> TokenLedger:
         """The ledger of documents that are evaluated on, as they were cut when they were read."""
-        tokens = self.tokens[numbers]
-        masked, at_begin = int(self.masked[numbers].sum()), int(self.at_begin[numbers].sum())
+        tokens = self.tokens[is_held]
         return TokenLedger(
-            rows_read=len(numbers),
+            rows_read=len(tokens),
             tokens_read=int(tokens.sum()),
-            rows_truncated=0,
-            tokens_truncated=0,
-            rows_fully_masked=0,
-            tokens_dropped=0,
-            tokens_masked_by_template=masked,
-            tokens_masked_at_boundaries=at_begin,
-            tokens_counted=int(tokens.sum()) - masked - at_begin,
-            prompts_rerendered=0,
             longest=int(tokens.max()),
             p99=int(np.quantile(tokens, 0.99, method="higher")),
+            **self._in_loss(is_held),
+            **dict.fromkeys(("rows_truncated", "tokens_truncated", "rows_fully_masked"), 0),
+            **dict.fromkeys(("tokens_dropped", "prompts_rerendered"), 0),
         )
+
+    def _in_loss(self, times: np.ndarray) -> dict[str, int]:
+        """Whether the tokens of documents that come so many times each count in the loss."""
+        masked, at_begin = int((times * self.masked).sum()), int((times * self.at_begin).sum())
+        return {
+            "tokens_masked_by_template": masked,
+            "tokens_masked_at_boundaries": at_begin,
+            "tokens_counted": int((times * self.tokens).sum()) - masked - at_begin,
+        }
+
+
+# Hold documents out of the training, to evaluate on them. Documents with equal tokens and images are on the
+# same side, wherever they stand. The choice depends on the documents and the seed alone: not on their order,
+# nor on how many processes read them.
+
+
+def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndarray:
+    """`[documents]` bool: about this share of them, at least one and never all."""
+    hashes = _hashes(documents, seed)
+    _, group_of, sizes = np.unique(hashes, return_inverse=True, return_counts=True)  # in a random order
+    if len(sizes) < 2:
+        raise InputError(
+            f"eval_fraction is {fraction:g}, and all {len(hashes):,} documents hold the same tokens, so that "
+            "none can be held out; give more data, or --eval_dataset",
+            about="eval_fraction",
+        )
+    most = fraction * len(hashes)
+    is_chosen = np.zeros(len(sizes), bool)
+    chosen = 0
+    for group, size in enumerate(sizes.tolist()):
+        if chosen + size <= most:
+            is_chosen[group] = True
+            chosen += size
+    if not chosen:
+        is_chosen[np.argmin(sizes)] = True
+    return is_chosen[group_of]
+
+
+def _hashes(documents: datasets.Dataset, seed: int) -> np.ndarray:
+    """`[documents]`: hashes of their tokens and images, whose order is another with each seed."""
+    key = seed.to_bytes(8, "little")
+    hashes = bytearray()
+    columns = [name for name in ("input_ids", IMAGES) if name in documents.column_names]
+    for table in scan(documents, columns, _BATCH):
+        lists = table["input_ids"].combine_chunks()
+        ids = lists.flatten().to_numpy()
+        ends = np.cumsum(lists.value_lengths().to_numpy())
+        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            digest = hashlib.blake2b(ids[begin:end].tobytes(), digest_size=_HASH_BYTES, key=key)
+            if IMAGES in columns:
+                update_with_images(digest, table[IMAGES].slice(number, 1))
+            hashes += digest.digest()
+    return np.frombuffer(bytes(hashes), f"S{_HASH_BYTES}")
+
+
+# The same of streams. A mixture that interleaves draws the sources of `_ROUND` rows at a time. The rows of a
+# round that come from one source come together: a block holds rows of one source, and the documents that wait
+# to be packed hold rows of all. Every round has random numbers of its own, from the seed, the pass and its
+# number. So a place is this number, where each source stood when the round began, and how many of its rows
+# are done.
+
+_ROUND = 1000  # rows that are drawn together
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Where one source of a mixture stands.
+
+    Args:
+        place: the begin of a block of it.
+        passed: rows after that place that are done.
+        turns: how often it has been read to its end.
+    """
+
+    place: Place = field(default_factory=Place)
+    passed: int = 0
+    turns: int = 0
+
+    @classmethod
+    def of_json(cls, stand: dict[str, Any]) -> _Stand:
+        return cls(Place(**stand["place"]), stand["passed"], stand["turns"])
+
+
+class MixedRows:
+    """The rows of several sources of a stream.
+
+    Args:
+        weights: of the sources; whole numbers where they are concatenated.
+        how: one of `MIXTURES`.
+        seed: of the draws.
+    """
+
+    option = ""
+
+    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], how: str, seed: int):
+        self.parts = tuple(sources)
+        self._weights, self._ending, self._seed = tuple(weights), MIXTURES[how], seed
+        self.name = ", ".join(source.name for source in sources)
+        for source, weight in zip(sources, weights, strict=True):
+            if self._ending is None and weight % 1:
+                raise InputError(
+                    f"{source.name}: weight {weight:g} is a share of documents that nobody has counted, as "
+                    "the data streams; give a whole number, or --mixture interleave_under",
+                    about=f"{source.option}.weight",
+                )
+
+    def one_pass(self, place: Place) -> Iterator[RawBlock]:
+        return (self._concatenated if self._ending is None else self._interleaved)(place)
+
+    def _concatenated(self, place: Place) -> Iterator[RawBlock]:
+        order = [part for part, weight in enumerate(self._weights) for _ in range(int(weight))]
+        state = place.state or {"number": 0, "place": Place().as_json()}
+        inner, seen = Place(**state["place"]), place.seen
+        for number in range(state["number"], len(order)):
+            for block in self.parts[order[number]].one_pass(inner):
+                inner = block.end
+                stand = {"number": number, "place": inner.as_json()}
+                yield _placed(block, order[number], place.turn, seen, stand)
+                seen += block.n_rows
+            if not inner.seen:
+                raise no_rows(self.parts[order[number]])
+            inner = Place()
+
+    def _interleaved(self, place: Place) -> Iterator[RawBlock]:
+        begin_of_pass = [asdict(_Stand())] * len(self.parts)
+        state = place.state or {"round": 0, "done": 0, "stands": begin_of_pass}
+        number, done, seen = state["round"], state["done"], place.seen
+        stands = map(_Stand.of_json, state["stands"])
+        readers = [_Reader(source, stand) for source, stand in zip(self.parts, stands, strict=True)]
+        is_over = False
+        while not is_over:
+            begin_of_round = [asdict(reader.stand) for reader in readers]
+            pieces, is_over = self._round(readers, place.turn, number)
+            rows_before = 0
+            for part, block in pieces:
+                passed = min(block.n_rows, max(0, done - rows_before))
+                rows_before += block.n_rows
+                if passed == block.n_rows:
+                    continue
+                some, done = _rows_of(block, passed, block.n_rows), rows_before
+                stand = {"round": number, "done": done, "stands": begin_of_round}
+                yield _placed(some, part, place.turn, seen, stand)
+                seen += some.n_rows
+            number, done = number + 1, 0
+
+    def _round(
+        self, readers: Sequence[_Reader], turn: int, number: int
+    ) -> tuple[list[tuple[int, RawBlock]], bool]:
+        """The rows of a round, as blocks with the number of their source; and whether it ends the pass."""
+        shares = np.array(self._weights) / sum(self._weights)
+        draws = np.random.default_rng([self._seed, turn, number]).choice(len(shares), _ROUND, p=shares)
+        blocks: list[list[RawBlock]] = [[] for _ in readers]
+        used_up_at: list[int | None] = [-1 if reader.stand.turns else None for reader in readers]
+        for part, reader in enumerate(readers):
+            places = np.flatnonzero(draws == part)
+            rows = 0
+            while rows < len(places):
+                blocks[part].append(reader.next(len(places) - rows))
+                rows += blocks[part][-1].n_rows
+                if used_up_at[part] is None and reader.stand.turns:
+                    used_up_at[part] = int(places[rows - 1])
+        ends = [at for at in used_up_at if at is not None]
+        is_under = self._ending == "first_exhausted"
+        is_over = bool(ends) if is_under else len(ends) == len(readers)
+        if is_over:
+            draws = draws[: (min(ends) if is_under else max(ends)) + 1]
+        pieces = [
+            (part, piece)
+            for part, of_part in enumerate(blocks)
+            for piece in _first(of_part, int((draws == part).sum()))
+        ]
+        return pieces, is_over
+
+
+class _Reader:
+    """The rows of a source, some at a time, over and over; it stands after the rows that were given out."""
+
+    def __init__(self, source: RowSource, stand: _Stand):
+        self._source, self.stand = source, stand
+        self._blocks = source.one_pass(stand.place)
+        self._block: RawBlock | None = None
+        self._rows = 0  # of the block that are done
+        rows = stand.passed
+        while rows:
+            block = self._block or self._next_block()
+            self._rows = min(rows, block.n_rows)
+            rows -= self._rows
+            if self._rows == block.n_rows:
+                self._block = None
+
+    def next(self, most: int) -> RawBlock:
+        """The next rows, at least one and not more than `most`, of one block."""
+        block = self._block or self._next_block()
+        first, last = self._rows, min(block.n_rows, self._rows + most)
+        self._rows = last
+        self.stand = replace(self.stand, place=block.begin, passed=last)
+        if last == block.n_rows:
+            self._block = None
+            self.stand = replace(self.stand, place=block.end, passed=0)
+            self._look_ahead()
+        return _rows_of(block, first, last)
+
+    def _look_ahead(self) -> None:
+        """Read the next block now: whether there is one decides whether the source is used up."""
+        self._block, self._rows = next((block for block in self._blocks if block.n_rows), None), 0
+        if self._block is None:
+            self.stand = _Stand(Place(), 0, self.stand.turns + 1)
+            self._blocks = self._source.one_pass(Place())
+
+    def _next_block(self) -> RawBlock:
+        self._look_ahead()
+        if self._block is None:
+            raise no_rows(self._source)
+        return self._block
+
+
+def _first(blocks: Sequence[RawBlock], rows: int) -> Iterator[RawBlock]:
+    """The blocks that hold the first rows, the last of them cut."""
+    for block in blocks:
+        if rows:
+            yield _rows_of(block, 0, min(rows, block.n_rows))
+        rows -= min(rows, block.n_rows)
+
+
+def _rows_of(block: RawBlock, first: int, last: int) -> RawBlock:
+    """The rows `first` to `last - 1` of a block, which nobody can go on after."""
+    begin, end = (replace(block.begin, row=block.begin.row + row) for row in (first, last))
+    return replace(block, n_rows=last - first, read=partial(_some, block, first), begin=begin, end=end)
+
+
+def _some(block: RawBlock, first: int, chosen: range) -> datasets.Dataset:
+    return block.read(range(first + chosen.start, first + chosen.stop, chosen.step))
+
+
+def _placed(block: RawBlock, part: int, turn: int, seen: int, stand: dict[str, Any]) -> RawBlock:
+    """A block of a part of a mixture, after `seen` rows of the pass; `stand` is how to go on after it."""
+    begin = replace(block.begin, turn=turn, seen=seen)
+    end = replace(block.end, turn=turn, seen=seen + block.n_rows, state=stand)
+    return replace(block, begin=begin, end=end, part=part)

@@ -1,124 +1,70 @@
-"""Checks of one field of one row. If it cannot be trained on, InputError names row, column and value."""
+"""Fields of one row, checked. Errors name row, column, value and remedy, and columns as the data does."""
 
 from __future__ import annotations
 
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_pack.data.columns import as_flag, as_given
 from unsloth_pack.errors import InputError
-
-# Refuse data: the InputError names row, column, value and remedy.
-
-Columns = Mapping[str, "str | None"]
-
-
-@dataclass(frozen=True)
-class Names:
-    """How the data names its columns.
-
-    Args:
-        columns: the mapping by which they were renamed.
-        are_shared: whether other data sets have the same mapping.
-    """
-
-    columns: Columns = field(default_factory=dict)
-    are_shared: bool = False
-
-    def of(self, column: str) -> str:
-        return next((name for name, to in self.columns.items() if to == column), column)
-
-    def way_to_give(self, offered: Columns) -> str:
-        """A mapping as it is given, beside what the present one says of other columns."""
-        if not self.columns:
-            return as_flag(offered)
-        new = {self.of(name): to for name, to in offered.items()}
-        kept = {name: to for name, to in self.columns.items() if to is None or to not in new.values()}
-        return as_given({**kept, **new}, self.are_shared)
-
-
-@dataclass(frozen=True)
-class Column:
-    """In a message, a column by the name that the formats have for it."""
-
-    name: str
-    is_quoted: bool = False
-
-    def said(self, names: Names) -> str:
-        name = names.of(self.name)
-        return repr(name) if self.is_quoted else name
-
-
-@dataclass(frozen=True)
-class Offer:
-    """In a message, a mapping of columns that would help."""
-
-    columns: Columns
-
-    def said(self, names: Names) -> str:
-        return names.way_to_give(self.columns)
-
-
-Piece = str | Column | Offer
-
-
-class ColumnsRefused(InputError):
-    """What is wrong with columns, in the names that the data has for them.
-
-    Args:
-        pieces: of the message.
-
-    Attributes:
-        names: those of the data; `telling_names` sets them.
-    """
-
-    names = Names()
-
-    def __init__(self, *pieces: Piece):
-        super().__init__(_said(pieces, self.names))
-        self.pieces = pieces
-
-    def __str__(self) -> str:
-        return _said(self.pieces, self.names) if self.names.columns else super().__str__()
-
-
-def _said(pieces: Iterable[Piece], names: Names) -> str:
-    return "".join(each if isinstance(each, str) else each.said(names) for each in pieces)
-
-
-@contextmanager
-def telling_names(columns: Columns, *, are_shared: bool = False) -> Iterator[None]:
-    """Errors inside this context name columns as the data did before `columns` renamed them."""
-    try:
-        yield
-    except ColumnsRefused as error:
-        error.names = Names(columns, are_shared)
-        raise
-
-
-def fail(index: int, column: str, problem: str, value: Any, *remedy: Piece) -> NoReturn:
-    """Raise the InputError for row `index`, with the value shortened."""
-    shown = reprlib.repr(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    said = f": {problem}, got {shown}; "
-    raise ColumnsRefused(f"row {index}, column ", Column(column, is_quoted=True), said, *remedy)
-
-
-def joined(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Some of them, with commas between."""
-    return [piece for number, each in enumerate(pieces) for piece in ([", "] if number else []) + [*each]]
-
-
-# Keys of a turn that choose what is learned, or hold more than text. They fit the run, or are refused.
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
+
+ColumnMapping = Mapping[str, "str | None"]
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+# The mapping that renamed the columns of the rows at hand, and whether other data sets share it
+_renaming: ContextVar[tuple[ColumnMapping, bool]] = ContextVar("renaming", default=({}, False))
+_PLAIN_NAME = re.compile(r"[^\s,={][^,=]*")  # of a column, in the short form of the flag
+
+
+@contextmanager
+def telling_names(columns: ColumnMapping, *, are_shared: bool = False) -> Iterator[None]:
+    """Inside this context, errors name columns as the data did before `columns` renamed them."""
+    token = _renaming.set((columns, are_shared))
+    try:
+        yield
+    finally:
+        _renaming.reset(token)
+
+
+def own_name(column: str) -> str:
+    """The data's own name for a column."""
+    return next((name for name, to in _renaming.get()[0].items() if to == column), column)
+
+
+def offer(columns: ColumnMapping) -> str:
+    """How to give a mapping that would help, beside the mapping that is there."""
+    new = {own_name(name): to for name, to in columns.items()}
+    stays = {n: to for n, to in _renaming.get()[0].items() if to is None or to not in new.values()}
+    return write_mapping({**stays, **new})
+
+
+def write_mapping(columns: ColumnMapping) -> str:
+    """The mapping for `--columns`, or if other data sets share it, for an item of `dataset`."""
+    as_json = json.dumps(columns, ensure_ascii=False)
+    if _renaming.get()[1]:
+        return f"columns of its own: {as_json} in its item of dataset"
+    text = ",".join(f"{name}={to or ''}" for name, to in columns.items())
+    return f"--columns {shlex.quote(text if all(map(_PLAIN_NAME.fullmatch, columns)) else as_json)}"
+
+
+def fail(index: int, column: str, problem: str, value: object, remedy: str) -> NoReturn:
+    """Raise the InputError for row `index`, with the value shortened."""
+    shown = reprlib.repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    raise InputError(f"row {index}, column {own_name(column)!r}: {problem}, got {shown}; {remedy}")
+
+
+# Keys of a turn that choose what is learned, or hold more than text. They fit the run, or are refused.
 
 OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")  # columns that may hold turns
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -133,17 +79,12 @@ _REFUSED_KEYS = {
     ),
 }
 _READ = {"role", "content", "from", "value", "tool_calls", *_MARKS, *_REFUSED_KEYS}  # by us, or checked
-_LOOKED_AT = 1000  # rows
+_FIRST_ROWS = 1000
 
 
 def unread_keys(rows: datasets.Dataset, columns: Iterable[str], template: str) -> tuple[str, ...]:
-    """Keys of the turns of the first rows that a chat template does not read, such as `reasoning_content`.
-
-    Args:
-        columns: that hold turns, or texts.
-        template: its source.
-    """
-    first, found = rows.select(range(min(_LOOKED_AT, len(rows)))), set[str]()
+    """Keys of the turns in the first rows that a chat template does not read, such as `reasoning_content`."""
+    first, found = rows.select(range(min(_FIRST_ROWS, len(rows)))), set[str]()
     for conversation in (value for name in columns for value in first[name] if isinstance(value, list)):
         for turn in (turn for turn in conversation if isinstance(turn, dict)):
             found |= {key for key, value in turn.items() if value} - _READ
@@ -152,21 +93,10 @@ def unread_keys(rows: datasets.Dataset, columns: Iterable[str], template: str) -
     )
 
 
-def check_keys(
-    index: int, column: str, name: str, turn: Mapping[str, Any], role: str, learned: Mapping[str, bool]
+def _check_keys(
+    index: int, column: str, name: str, turn: Row, role: str, learned: Mapping[str, bool]
 ) -> None:
-    """Refuse a key that would change the training in the tool it was made for.
-
-    Args:
-        index, column: of the row and its conversation.
-        name: of the turn, for the message.
-        role: of the turn.
-        learned: whether the turns of a role carry loss; a role that it lacks may be marked in either way.
-
-    Raises:
-        InputError: a mark contradicts the loss or is neither yes nor no, or there is an image, a sound,
-            marks within the text, or a `function_call`.
-    """
+    """Refuse a key that would change the training in the tool it was made for; `name` is of the turn."""
     for key, (problem, remedy) in _REFUSED_KEYS.items():
         if turn.get(key):
             fail(index, column, f"{name} {problem}", {key: turn[key]}, remedy)
@@ -174,37 +104,23 @@ def check_keys(
         mark = turn.get(key)
         if mark is None:
             continue
+        problem, remedy = "is excluded from training", "remove the turn, or remove the key to train on it"
         if isinstance(mark, str) or mark not in (0, 1):
-            remedy = "remove the turn, or remove the key to train on it"
-            fail(index, column, f"{name} has a mark that is neither yes nor no", {key: mark}, remedy)
-        if bool(mark) is learned.get(role, bool(mark)):
+            problem = "has a mark that is neither yes nor no"
+        elif bool(mark) is learned.get(role, bool(mark)):
             continue
-        if mark:
+        elif mark:
             problem, remedy = "is marked to be trained on, but carries no loss here", "remove the key"
-        elif role == "assistant":
-            problem, remedy = "is excluded from training", "remove the turn, or remove the key to train on it"
-        else:
-            problem = "is excluded from training"
+        elif role != "assistant":
             remedy = "give --train_on_responses_only, or remove the key to train on it"
         fail(index, column, f"{name} {problem}", {key: mark}, remedy)
 
 
-Row = Mapping[str, Any]
-Message = dict[str, Any]
-
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
 }
 PLAIN_TURNS = (["role", "content"], ["from", "value"])  # the keys of turns that are two strings
 ROLES = frozenset(_ROLES.values())
@@ -218,9 +134,9 @@ KEYS_OF_AN_IMAGE = ("bytes", "image", "path", "url", "base64")  # one of which h
 KEYS_OF_IMAGES = (*KEYS_OF_AN_IMAGE, "image_url", "images")  # in a part of a message
 
 
-def role_of(given: Any) -> str | None:
-    """The role that a turn names in any format; None for a name that stands for none."""
-    return _ROLES.get(given) if isinstance(given, str) else None
+def role_of(name: object) -> str | None:
+    """The role that a turn names in any format, or None."""
+    return _ROLES.get(name) if isinstance(name, str) else None
 
 
 def string(index: int, row: Row, column: str, *, may_be_blank: bool = False) -> str:
@@ -247,7 +163,7 @@ def messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) -> 
     Only an assistant turn with `tool_calls` may lack content.
 
     Args:
-        learned: whether the turns of a role carry loss, as `check_keys` takes it.
+        learned: whether the turns of a role carry loss; one that it lacks may be marked in either way.
     """
     turns = row[column]
     if not isinstance(turns, list):
@@ -262,17 +178,16 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
         remedy = "write turns as {role, content} or {from, value}"
         fail(index, column, f"turn {number} has no role", turn, remedy)
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
-    given = turn[role_key]
-    role = role_of(given)
+    role = role_of(turn[role_key])
     if role is None:
-        fail(index, column, f"turn {number} has an unknown role", given, f"use one of {', '.join(_ROLES)}")
-    name = f"turn {number} ({given})"
-    check_keys(index, column, name, turn, role, learned)
-    tool_calls = turn.get("tool_calls")
-    calls = [] if tool_calls is None else tool_calls
+        problem, remedy = f"turn {number} has an unknown role", f"use one of {', '.join(_ROLES)}"
+        fail(index, column, problem, turn[role_key], remedy)
+    name = f"turn {number} ({turn[role_key]})"
+    _check_keys(index, column, name, turn, role, learned)
+    calls = turn.get("tool_calls") or []
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         remedy = "write one JSON object a call, or leave tool_calls out"
-        fail(index, column, f"{name}: expected a list of tool_calls", tool_calls, remedy)
+        fail(index, column, f"{name}: expected a list of tool_calls", calls, remedy)
     content = turn.get(content_key)
     if isinstance(content, list):
         content = _text_of(content)
@@ -283,9 +198,7 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
     if role == "assistant" and not calls and not (content or "").strip():
         remedy = "fill in the response or remove the row"
         fail(index, column, f"{name} is an empty response", content, remedy)
-    message: Message = {"role": role}
-    if content_key in turn:
-        message["content"] = content
+    message = {"role": role, **({"content": content} if content_key in turn else {})}
     if role_key == "role":
         return turn | message
     return message | {key: value for key, value in turn.items() if key not in ("from", "value", "content")}
@@ -362,14 +275,13 @@ def template_kwargs(index: int, row: Row) -> dict[str, dict[str, Any]]:
     value = {} if row[column] is None else row[column]
     if not isinstance(value, dict):
         fail(index, column, "expected an object", value, "write it as one or remove the column")
-    for name in value:
-        if name in _NO_VARIABLES:
-            remedy = "remove it; only what the template reads may differ between rows"
-            fail(index, column, f"{name!r} is no variable of a template", value, remedy)
+    if taken := _NO_VARIABLES.intersection(value):
+        remedy = "remove it; only what the template reads may differ between rows"
+        fail(index, column, f"{min(taken)!r} is no variable of a template", value, remedy)
     return {column: value}
 
 
-def json_text(index: int, column: str, value: Any) -> str:
+def json_text(index: int, column: str, value: object) -> str:
     """The value as JSON."""
     try:
         return json.dumps(value, ensure_ascii=False)
@@ -379,15 +291,14 @@ def json_text(index: int, column: str, value: Any) -> str:
 
 # The column of documents and of packed rows that holds their images, as Arrow has it.
 
-
 IMAGES = "images"  # a list of objects, one for each image
 DOCUMENT = "document"  # of an image in a packed row: the number of its document in the row
 # A hash stands for the bytes, a copy of a file is the same image, and the last two are for errors
 _NOT_HASHED = {"bytes", "path", "size", "mtime_ns", "row", "column"}
 
 
-def image_type(is_packed: bool = False) -> pa.DataType:
-    """The Arrow type of an image.
+def image_field(is_packed: bool = False) -> pa.Field:
+    """The column of images, each a record.
 
     path: of its file, below the image folder where there is one. size, mtime_ns: of that file.
     bytes: the encoded image, where it is no file. sha256: of the encoded image.
@@ -403,14 +314,8 @@ def image_type(is_packed: bool = False) -> pa.DataType:
     fields |= {"path": pa.string(), "size": pa.int64(), "mtime_ns": pa.int64()}
     fields |= {"bytes": pa.large_binary(), "sha256": pa.string()}
     fields |= {"height": pa.int32(), "width": pa.int32(), "tokens": pa.int32(), "most_pixels": pa.int64()}
-    return pa.struct(fields | {"row": pa.int64(), "column": pa.string()})
-
-
-def image_field(is_packed: bool = False) -> pa.Field:
-    """The column of images."""
-    import pyarrow as pa
-
-    return pa.field(IMAGES, pa.list_(image_type(is_packed)))
+    fields |= {"row": pa.int64(), "column": pa.string()}
+    return pa.field(IMAGES, pa.list_(pa.struct(fields)))
 
 
 def update_with_images(digest: Any, column: pa.Array | pa.ChunkedArray) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.columns import check_renaming, renamed
-from unsloth_pack.data.compressed import COMPRESSED, plain_name
 from unsloth_pack.data.files import SUFFIXES, kind_of, read_files
-from unsloth_pack.data.splits import splits_of
+from unsloth_pack.data.rows import ColumnMapping, telling_names
 from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource, first_columns
+from unsloth_pack.data.text_files import COMPRESSED, plain_name
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
-from unsloth_pack.errors import InputError, about
+from unsloth_pack.errors import InputError, about, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -30,14 +32,14 @@ _MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".m
 
 
 def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
-    """The rows that `dataset` names, with their own columns.
+    """Load the rows that `dataset` names, with their own columns.
 
     Args:
-        dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each), the text formats
-            also compressed (.gz, .zst, .xz, .bz2); a folder of such files of one format, or one that
-            `datasets.save_to_disk` wrote; "demo" or "vision-demo"; else a hub name.
-        split: which part of a folder (see `splits_of`), a demo ("train" or "test") or a hub dataset. A
-            single file is read whole for every split.
+        dataset: a json, jsonl, csv, parquet or txt file, the text formats also compressed (.gz, .zst, .xz,
+            .bz2); a folder of such files of one format, or one that `datasets.save_to_disk` wrote; "demo" or
+            "vision-demo"; else a hub name.
+        split: which part of a folder, a demo ("train" or "test") or a hub dataset. A single file is read
+            whole for every split.
         num_proc: processes that read large files; None for as many as there are cores.
 
     Returns:
@@ -48,23 +50,14 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
         InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
             folder with archives or with images, which would not be read.
     """
-    _check_named(dataset)
-    if dataset == "vision-demo":
-        return _drawn(split)
-    if dataset == "demo":
-        _check_split(dataset, split, list(_DEMO_FILES))
-        path = _DEMO_FILES[split]
-    else:
-        path = Path(os.path.expanduser(dataset))
-    if os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for names too long for a path
-        rows = _load_folder(path, split, num_proc)
-    elif os.path.exists(path):
-        rows = read_files([path], num_proc)
-    else:
-        check_there(dataset)
+    local = _find_local(dataset, split)
+    if local is None:
         from unsloth_pack.data.lossless_json import read_exactly
 
+        check_there(dataset)
         rows = read_exactly(_load_hub(dataset, split))
+    else:
+        rows = read_files(local, num_proc) if isinstance(local, list) else local
     if not len(rows):
         raise InputError(f"{dataset}: 0 rows; give a dataset with at least one")
     return rows
@@ -75,32 +68,37 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
 
     Args:
         dataset: as for `load_rows`; a pattern such as `data/*.jsonl.gz` stands for all files that match it.
-
-    Raises:
-        InputError: nothing is there, it cannot be read, or it lacks the split.
     """
-    import datasets
+    local = _find_local(dataset, split)
+    path = Path(os.path.expanduser(dataset))
+    if local is None and glob.has_magic(dataset):
+        local = _match(dataset)
+        path = Path(os.path.commonpath([file.parent for file in local]))
+    if isinstance(local, list):
+        return FileRows(dataset, local, path if path in local[0].parents else local[0].parent)
+    if local is not None:
+        return IterableRows(dataset, local.to_iterable_dataset())
+    check_there(dataset)
+    return IterableRows(dataset, _load_hub(dataset, split, streaming=True))
 
+
+def _find_local(dataset: str, split: str) -> list[Path] | datasets.Dataset | None:
+    """The files, or the saved rows, that `dataset` names; None where it is no path and no demo."""
+    _check_named(dataset)
     if dataset == "vision-demo":
-        return IterableRows(dataset, _drawn(split).to_iterable_dataset())
+        import datasets
+
+        from unsloth_pack.demo.pictures import SPLITS, dense_rows
+
+        _check_split("vision-demo", split, [*SPLITS])
+        return datasets.Dataset.from_list(dense_rows(split))
     if dataset == "demo":
         _check_split(dataset, split, list(_DEMO_FILES))
-        return FileRows(dataset, [_DEMO_FILES[split]], _DEMO_FILES[split].parent)
+        return [_DEMO_FILES[split]]
     path = Path(os.path.expanduser(dataset))
-    if os.path.isdir(path):
-        if _is_saved(path):
-            saved = _load_saved(path, split)
-            return IterableRows(dataset, saved.to_iterable_dataset())
-        return FileRows(dataset, _files_of(path, split), path)
-    if os.path.exists(path):
-        return FileRows(dataset, [path], path.parent)
-    if glob.has_magic(dataset):
-        found = _matching(dataset)
-        return FileRows(dataset, found, Path(os.path.commonpath([file.parent for file in found])))
-    check_there(dataset)
-    rows = _load_hub(dataset, split, streaming=True)
-    assert isinstance(rows, datasets.IterableDataset)
-    return IterableRows(dataset, rows)
+    if os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for names too long for a path
+        return _load_saved(path, split) if _is_saved(path) else _files_of(path, split)
+    return [path] if os.path.exists(path) else None
 
 
 def check_there(dataset: str, is_stream: bool = False) -> None:
@@ -109,9 +107,6 @@ def check_there(dataset: str, is_stream: bool = False) -> None:
 
     Args:
         is_stream: whether a pattern stands for several files.
-
-    Raises:
-        InputError: names the path.
     """
     _check_named(dataset)
     path = os.path.expanduser(dataset)
@@ -125,39 +120,25 @@ def check_there(dataset: str, is_stream: bool = False) -> None:
                 f"{dataset}: file not found; give --streaming, by which a pattern stands for all its files, "
                 "or a folder, or the files with commas between them"
             )
-        _matching(dataset)
+        _match(dataset)
     elif "://" in dataset:
         raise InputError(f"{dataset}: file not found; give a file, or of a hub data set its OWNER/NAME alone")
-    elif _looks_like_path(dataset):
+    elif not HUB_NAME.fullmatch(dataset) or plain_name(Path(dataset)).suffix[1:].isalpha():
+        # "teknium/OpenHermes-2.5" is a hub name, "data/rows.jsnl" is not
         raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
 
 
-def _matching(pattern: str) -> list[Path]:
+def _match(pattern: str) -> list[Path]:
     """The files that match a pattern."""
     names = glob.glob(os.path.expanduser(pattern), recursive=True)
-    if found := sorted(Path(name) for name in names if os.path.isfile(name)):
-        return found
+    if files := sorted(Path(name) for name in names if os.path.isfile(name)):
+        return files
     raise InputError(f"{pattern}: no file matches it; check the pattern, relative to {Path.cwd()}")
 
 
-def _check_named(dataset: Any) -> None:
+def _check_named(dataset: object) -> None:
     if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
-
-
-def _drawn(split: str) -> datasets.Dataset:
-    """The rows of the vision demo, which are drawn."""
-    import datasets
-
-    from unsloth_pack.demo.pictures import SPLITS, dense_rows
-
-    _check_split("vision-demo", split, [*SPLITS])
-    return datasets.Dataset.from_list(dense_rows(split))
-
-
-def _looks_like_path(dataset: str) -> bool:
-    # "teknium/OpenHermes-2.5" is a hub name, "data/rows.jsnl" is not
-    return not HUB_NAME.fullmatch(dataset) or plain_name(Path(dataset)).suffix[1:].isalpha()
 
 
 def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
@@ -175,18 +156,8 @@ def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
         ) from None
 
 
-def _load_folder(folder: Path, split: str, num_proc: int | None) -> datasets.Dataset:
-    if _is_saved(folder):
-        return _load_saved(folder, split)
-    return read_files(_files_of(folder, split), num_proc)
-
-
 def _is_saved(folder: Path) -> bool:
-    """Whether `datasets.save_to_disk` has written a folder.
-
-    Raises:
-        InputError: it holds packed rows.
-    """
+    """Whether `datasets.save_to_disk` has written a folder; packed rows are refused."""
     if any((folder / name).exists() for name in PACK_FILES):
         raise InputError(
             f"{folder}: packed rows, but documents are needed here; give the data they were packed from"
@@ -194,20 +165,42 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
+def _load_saved(folder: Path, split: str) -> datasets.Dataset:
+    import datasets
+
+    from unsloth_pack.data.lossless_json import read_exactly
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
+    if isinstance(saved, datasets.DatasetDict):
+        _check_split(folder, split, list(saved))
+        saved = saved[split]
+    return read_exactly(saved)
+
+
+def _check_split(dataset: str | Path, split: str, available: list[str]) -> None:
+    if split not in available:
+        raise InputError(f"{dataset}: no split {split!r}; choose one of {', '.join(sorted(available))}")
+
+
+# The data files of a folder, and its splits, as `datasets` finds them.
+
+_SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+
+
 def _files_of(folder: Path, split: str) -> list[Path]:
     """The data files in a folder that belong to a split."""
-    shown = [file for file in sorted(folder.rglob("*")) if not _is_hidden(file.relative_to(folder))]
+    paths = [(file, file.relative_to(folder)) for file in sorted(folder.rglob("*"))]
+    shown = [file for file, path in paths if not any(part.startswith(".") for part in path.parts)]
     _check_files(folder, shown)
     files = [file for file in shown if plain_name(file).suffix.lower() in SUFFIXES and file.is_file()]
-    splits = splits_of(folder, files)
+    splits = _splits_of(folder, files)
     if not splits:
         raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
     _check_split(folder, split, list(splits))
     return splits[split]
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _check_files(folder: Path, files: list[Path]) -> None:
@@ -236,31 +229,83 @@ def _check_files(folder: Path, files: list[Path]) -> None:
         )
 
 
-def _load_saved(folder: Path, split: str) -> datasets.Dataset:
-    import datasets
+def _splits_of(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Sort the data files of a folder into splits.
 
-    from unsloth_pack.data.lossless_json import read_exactly
+    The splits are those that the folder's README declares. Otherwise they are `train`, `validation` and
+    `test`, by the words in the names of a file's folders, or else in its own name. Files without such a word
+    are of `train` where no other file is.
+    """
+    from datasets.data_files import FILES_TO_IGNORE
 
+    root, declared = _declared_splits(folder)
+    names = {
+        file.relative_to(root).as_posix(): file
+        for file in files
+        if file.is_relative_to(root) and file.name not in FILES_TO_IGNORE
+    }
+    if declared:
+        matches = {
+            split: [file for name, file in names.items() if pattern.match(name)]
+            for split, pattern in declared.items()
+        }
+        if any(matches.values()):
+            return {split: of_split for split, of_split in matches.items() if of_split}
+        raise InputError(f"{folder}: no file is here that its README declares; name the files instead")
+    splits: dict[str, list[Path]] = {}
+    for name, file in names.items():
+        splits.setdefault(_split_of(name, file), []).append(file)
+    others = splits.pop("", [])
+    if others and "train" in splits:
+        raise InputError(f"{others[0]}: in no split, beside files of train; put train in its name or move it")
+    return splits | ({"train": others} if others else {})
+
+
+def _declared_splits(folder: Path) -> tuple[Path, dict[str, re.Pattern[str]]]:
+    """The folder of the data files, and the patterns of their names by split, as the README declares them."""
+    import yaml
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from fsspec.utils import glob_translate
+    from huggingface_hub import metadata_load
+
+    paths = [folder / name for name in ("README.md", ".huggingface.yaml") if (folder / name).is_file()]
+    card: dict[str, Any] = {}
     try:
-        saved = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
-    if isinstance(saved, datasets.DatasetDict):
-        _check_split(folder, split, list(saved))
-        saved = saved[split]
-    return read_exactly(saved)
+        for path in paths:
+            card |= (metadata_load(path) if path.suffix == ".md" else yaml.safe_load(path.read_text())) or {}
+        configs = MetadataConfigs.from_dataset_card_data(card)
+        default = configs.get_default_config_name()
+        config = configs.get(default, {})
+        declared = {
+            split: re.compile("|".join(glob_translate(posixpath.normpath(pattern)) for pattern in patterns))
+            for split, patterns in sanitize_patterns(config.get("data_files") or {}).items()
+        }
+    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError) as error:
+        raise InputError(f"{paths[-1]}: {first_line(error)}; correct the splits that it declares") from None
+    if configs and default is None:
+        raise InputError(f"{folder}: its README declares {', '.join(configs)}; give the files of one")
+    return folder / str(config.get("data_dir") or ""), declared
 
 
-def _check_split(dataset: str | Path, split: str, available: list[str]) -> None:
-    if split not in available:
-        raise InputError(f"{dataset}: no split {split!r}; choose one of {', '.join(sorted(available))}")
+def _split_of(name: str, file: Path) -> str:
+    """The split that a file's path in the folder names; empty where it names none."""
+    from datasets.data_files import SPLIT_KEYWORDS
 
-
-# Rows of a stream under other column names, or its first rows alone.
+    if shard := _SHARD.match(name):
+        return shard[1]
+    for part in posixpath.split(name.lower()):
+        words = {*re.split(r"[^a-z]+", part)}
+        splits = [str(split) for split, keywords in SPLIT_KEYWORDS.items() if words & {*keywords}]
+        if len(splits) > 1:
+            raise InputError(f"{file}: named as of the splits {' and '.join(splits)}; rename or move it")
+        if splits:
+            return splits[0]
+    return ""
 
 
 class ChosenRows:
-    """The rows of another source.
+    """Rows of another source, under other column names, or its first rows alone.
 
     Args:
         columns: what their columns are called here, see `renamed`.
@@ -268,9 +313,7 @@ class ChosenRows:
         option: that names them; empty where the other source knows.
     """
 
-    def __init__(
-        self, source: RowSource, columns: Mapping[str, str | None], limit: int | None, option: str = ""
-    ):
+    def __init__(self, source: RowSource, columns: ColumnMapping, limit: int | None, option: str = ""):
         self.name, self._source, self._columns, self._limit = source.name, source, columns, limit
         self.option = option or source.option
         self.parts: tuple[RowSource, ...] = (self,)
@@ -301,12 +344,9 @@ class ChosenRows:
         return renamed(block.read(chosen), self._columns, may_lack=not is_first)
 
 
-# A data set of a run: its place, the part to take, and the meaning of its columns.
-
-
 @dataclass(frozen=True)
 class DataSet:
-    """One of the data sets of a run.
+    """One of the data sets of a run: its place, the part to take, and the meaning of its columns.
 
     Args:
         path: as for `load_rows`.
@@ -331,66 +371,35 @@ class DataSet:
         return f"{self.path} ({self.split})" if self.split else self.path
 
     def for_rows_with(self, names: Sequence[str]) -> DataSet:
-        """The same without the shared columns that its rows lack.
-
-        Args:
-            names: of the columns that they have.
-        """
+        """The same without the shared columns that its rows, with columns of these names, lack."""
         if not self.shares_columns:
             return self
         return replace(self, columns={name: to for name, to in self.columns.items() if name in names})
 
     def read(self, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
-        """Its rows under their own column names, as `load_rows` reads them.
-
-        Args:
-            split: which is taken where none is named.
-
-        Raises:
-            InputError: it cannot be read, or lacks the split; names the data set.
-        """
+        """Its rows under their own column names, as `load_rows` reads them; `split` where it names none."""
         with about(self.option):
             self._check_split()
             return load_rows(self.path, self.split or split, num_proc)
 
     def chosen(self, rows: datasets.Dataset) -> datasets.Dataset:
-        """Of the rows that were read those that are taken, under the column names that it gives them.
-
-        Raises:
-            InputError: they lack a column; names the data set.
-        """
-        try:
-            rows = renamed(rows, self.columns, are_shared=self.shares_columns)
-        except InputError as error:
-            raise InputError(f"{self.name}: {error}", about=self.option) from None
+        """Of the rows that were read those that are taken, under the column names that it gives them."""
+        with self._named(), telling_names(self.columns, are_shared=self.shares_columns):
+            rows = renamed(rows, self.columns)
         return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
 
     def check_there(self, is_stream: bool = False) -> None:
-        """Refuse a path at which nothing lies, and a split of a file.
-
-        Args:
-            is_stream: whether a pattern stands for several files.
-
-        Raises:
-            InputError: names the data set.
-        """
+        """Refuse a path at which nothing lies, and a split of a file."""
         with about(self.option):
             check_there(self.path, is_stream)
             self._check_split()
 
     def check(self, is_stream: bool = False) -> None:
-        """Refuse what can be told without reading all of it: as `check_there`, and a column that is not among
-        those of the first rows.
-
-        Raises:
-            InputError: names the data set.
-        """
+        """Refuse what the first rows tell: as `check_there`, and a column that is not among theirs."""
         self.check_there(is_stream)
         if self.columns and not self.shares_columns and (names := self._first_columns()):
-            try:
+            with self._named():
                 check_renaming(names, self.columns)
-            except InputError as error:
-                raise InputError(f"{self.name}: {error}", about=self.option) from None
 
     def _first_columns(self) -> list[str]:
         """The columns of the first rows; none where these lie elsewhere, or cannot be read for themselves."""
@@ -402,11 +411,7 @@ class DataSet:
             return []
 
     def open(self) -> RowSource:
-        """Its rows under their own column names, to be read as they are needed.
-
-        Raises:
-            InputError: it cannot be read, or lacks the split.
-        """
+        """Its rows under their own column names, to be read as they are needed."""
         with about(self.option):
             self._check_split()
             return open_stream(self.path, self.split or "train")
@@ -428,3 +433,11 @@ class DataSet:
             raise InputError(
                 f"{self.path}: split is {self.split!r}, and it has no splits; leave it out or give the folder"
             )
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors inside this context name the data set."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}", about=self.option) from None

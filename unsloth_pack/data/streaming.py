@@ -1,9 +1,14 @@
-"""The documents of a stream: tokenised as its rows come, by every process its own share."""
+"""The documents of a stream: tokenised as its rows come, by every process its own share.
+
+A stream's rows come in blocks of some MiB, from any place. A block is read whole, but only the rows that are
+wanted are parsed: each of the processes that train together reads all blocks, and takes its own rows of them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -13,28 +18,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
-from unsloth_pack.data.compressed import FilePart, Row, check_ordinary, opened, read_in_one_line, skip
-from unsloth_pack.data.files import (
-    TEXT_READERS,
-    exact_rows,
-    exactly,
-    kind_of,
-    parquet_schema,
-    read_parquet,
-    read_txt,
-)
+from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet, refuse_types
 from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.json_files import is_json_lines, line_in_file, rows_of_lines
-from unsloth_pack.data.rows import IMAGES, telling_names
+from unsloth_pack.data.rows import IMAGES, ColumnMapping, telling_names
+from unsloth_pack.data.text_files import (
+    TEXT_READERS,
+    FilePart,
+    Row,
+    is_json_lines,
+    line_blocks,
+    read_txt,
+    refuse_broken,
+    rows_of_lines,
+)
 from unsloth_pack.data.token_counts import SpanCounts
 from unsloth_pack.data.tokenize import DocumentMaker, RowHashes, SpanMaker, check_counted, document_schema
 from unsloth_pack.errors import InputError, about
-
-# A stream's rows before they are tokenised: of files or a hub data set, some MiB at a time, from any place.
-#
-# A block is read whole, but only the rows that somebody asks for are parsed: each of the processes that
-# train
-# together reads all blocks, and takes its own rows out of them.
 
 if TYPE_CHECKING:
     import datasets
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 _ROWS, _BYTES = 1000, 1 << 20  # of a block, about
 _ROWS_WITH_FILES = 50  # of a block of a hub data set whose rows hold images
 _LINES_OF_TXT = 10_000  # among which a blank line says that blank lines separate documents
+_FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class RawBlock:
     end: Place
     ends_pass: bool = False
     part: int = 0
-    columns: Mapping[str, str | None] = field(default_factory=dict)
+    columns: ColumnMapping = field(default_factory=dict)
     option: str = ""
 
 
@@ -120,19 +120,24 @@ class RowSource(Protocol):
 
 
 def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
-    """The blocks from a place on, pass after pass; a block without rows ends each pass.
-
-    Raises:
-        InputError: there are no rows; or see `RowSource.one_pass`.
-    """
+    """The blocks from a place on, pass after pass; a block without rows ends each pass."""
     while True:
         for block in source.one_pass(place):
             place = block.end
             yield block
         if not place.seen:
-            raise InputError(f"{source.name}: 0 rows; give a dataset with at least one", about=source.option)
+            raise no_rows(source)
         begin, place = place, Place(place.turn + 1)
-        yield RawBlock(source.name, 0, _nothing, begin, place, ends_pass=True)
+        yield RawBlock(source.name, 0, _unreadable, begin, place, ends_pass=True)
+
+
+def no_rows(source: RowSource) -> InputError:
+    """The error of a source whose pass has ended without a row."""
+    return InputError(f"{source.name}: 0 rows; give a dataset with at least one", about=source.option)
+
+
+def _unreadable(chosen: range) -> datasets.Dataset:
+    raise AssertionError("the block that ends a pass has no rows")
 
 
 def first_columns(source: RowSource) -> list[str]:
@@ -143,12 +148,7 @@ def first_columns(source: RowSource) -> list[str]:
 
 
 class FileRows:
-    """The rows of files, one after another.
-
-    Args:
-        files: in the order in which they are read.
-        root: the folder to which their names are relative.
-    """
+    """The rows of files, one after another; the names of files are relative to `root`."""
 
     option = ""
 
@@ -156,13 +156,7 @@ class FileRows:
         self.name = name
         self.parts: tuple[RowSource, ...] = (self,)
         self._files = {str(file.relative_to(root)): file for file in files}
-        kinds = {kind_of(file): file for file in files}
-        if len(kinds) > 1:
-            names = ", ".join(file.name for file in kinds.values())
-            raise InputError(f"{name}: files of several formats ({names}); keep one format a stream")
-        (self._kind,) = kinds
-        for file in files:
-            check_ordinary(file)
+        self._kind = kind_of_all(files, name)
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         names = list(self._files)
@@ -183,9 +177,10 @@ class FileRows:
         if self._kind == "parquet":
             yield from _of_parquet(path, row)
             return
-        with read_in_one_line(path):
+        with refuse_broken(path):
             if self._kind == "json" and is_json_lines(path):
-                yield from _of_lines(path, at)
+                for block, lines in line_blocks(FilePart(path, at, sys.maxsize), _BYTES):
+                    yield len(lines), partial(_of_lines, block, lines), block.end
             else:
                 yield from _of_lists(path, self._kind, row)
 
@@ -200,64 +195,38 @@ class IterableRows:
         self.parts: tuple[RowSource, ...] = (self,)
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
+        features = self._rows.features
         rows = self._rows.with_format("arrow")
         rows.load_state_dict(place.state or rows.state_dict())
-        size = _ROWS_WITH_FILES if _holds_files(self._rows.features) else _ROWS
+        has_files = features and any("binary" in str(kind) for kind in features.arrow_schema.types)
         try:
-            for table in rows.iter(batch_size=size):
+            for table in rows.iter(batch_size=_ROWS_WITH_FILES if has_files else _ROWS):
                 done = place.row + len(table)
                 there = replace(place, row=done, seen=done, state=rows.state_dict())
-                yield RawBlock(self.name, len(table), self._reader(table), place, there)
+                read = partial(_of_table, Path(self.name), table, features)
+                yield RawBlock(self.name, len(table), read, place, there)
                 place = there
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{self.name}: cannot be read on ({reason}); check the network") from None
-
-    def _reader(self, table: pa.Table) -> Callable[[range], datasets.Dataset]:
-        return partial(_of_table, Path(self.name), table, self._rows.features)
-
-
-def _holds_files(features: datasets.Features | None) -> bool:
-    """Whether rows may hold images or other bytes."""
-    return features is not None and any("binary" in str(kind) for kind in features.arrow_schema.types)
 
 
 # Rows of a file: their number, what reads those of a range, and what is done of the file after them
 _Read = tuple[int, "Callable[[range], datasets.Dataset]", int]
 
 
-def _of_lines(path: Path, at: int) -> Iterator[_Read]:
-    with opened(path) as file:
-        skip(file, path, at)
-        while lines := file.readlines(_BYTES):
-            part = FilePart(path, at, at + sum(map(len, lines)))
-            held = [(number, line) for number, line in enumerate(lines) if line.strip()]
-            yield len(held), partial(_of_text, part, held), part.end
-            at = part.end
-
-
-def _of_text(part: FilePart, lines: list[tuple[int, bytes]], chosen: range) -> datasets.Dataset:
-    def text_of(number: int, line: bytes) -> str:
-        try:
-            return line.decode("utf-8" if part.start + number else "utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{part.path} line {line_in_file(part, number)}: byte 0x{line[error.start]:02x} is not "
-                "UTF-8; save the file as UTF-8"
-            ) from None
-
-    mine = [lines[index] for index in chosen]
-    rows = rows_of_lines([(number, text_of(number, line).rstrip("\n")) for number, line in mine], part)
-    return _exact(part.path, rows, range(len(rows)))
+def _of_lines(block: FilePart, lines: list[tuple[int, bytes]], chosen: range) -> datasets.Dataset:
+    rows = rows_of_lines(block, [lines[index] for index in chosen])
+    return _of_rows(block.path, rows, range(len(rows)))
 
 
 def _of_lists(path: Path, kind: str, first: int) -> Iterator[_Read]:
     part = FilePart(path, 0, path.stat().st_size)
     lists = read_txt(part, _LINES_OF_TXT) if kind == "txt" else TEXT_READERS[kind](part)
     rows = islice(chain.from_iterable(lists), first, None)
-    while held := list(islice(rows, _ROWS)):
-        first += len(held)
-        yield len(held), partial(_exact, path, held), first
+    while some := list(islice(rows, _ROWS)):
+        first += len(some)
+        yield len(some), partial(_of_rows, path, some), first
 
 
 def _of_parquet(path: Path, first: int) -> Iterator[_Read]:
@@ -269,27 +238,23 @@ def _of_parquet(path: Path, first: int) -> Iterator[_Read]:
             yield len(some), partial(_of_table, path, some, None), first
 
 
+def _of_rows(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
+    from unsloth_pack.data.lossless_json import to_dataset
+
+    with refuse_types(path):
+        return to_dataset([rows[index] for index in chosen])
+
+
 def _of_table(
     path: Path, table: pa.Table, features: datasets.Features | None, chosen: range
 ) -> datasets.Dataset:
     import datasets
 
-    info = None if features is None else datasets.DatasetInfo(features=features)
-    return exactly(lambda: datasets.Dataset(table.take(list(chosen)), info=info), [path])
+    from unsloth_pack.data.lossless_json import read_exactly
 
-
-def _exact(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
-    import datasets
-
-    table = exact_rows([rows[index] for index in chosen], path)
-    return exactly(lambda: datasets.Dataset(table), [path])
-
-
-def _nothing(chosen: range) -> datasets.Dataset:
-    raise AssertionError("the block that ends a pass has no rows")
-
-
-_FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
+    with refuse_types(path):
+        info = datasets.DatasetInfo(features=features)
+        return read_exactly(datasets.Dataset(table.take(list(chosen)), info=info))
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,25 +285,18 @@ class DocumentBlock:
 
 
 class StreamedImages(Protocol):
-    """What makes documents of rows with images, in a stream of which some parts have such rows.
+    """Makes documents of rows with images, in a stream of which some parts have such rows."""
 
-    Attributes:
-        schema: the types of the documents, those without images included.
-    """
+    schema: pa.Schema  # of the documents, those without images included
 
-    schema: pa.Schema
+    def are_in(self, rows: datasets.Dataset) -> bool: ...
 
-    def are_in(self, rows: datasets.Dataset) -> bool:
-        """Whether rows may have images."""
+    def maker(self, rows: datasets.Dataset, numbers: range) -> SpanMaker: ...
 
-    def maker(self, rows: datasets.Dataset, numbers: range) -> SpanMaker:
-        """What makes documents of such rows, which have these numbers."""
-
-    def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
-        """The columns of such rows that nothing is made of."""
+    def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]: ...
 
     def beside(self, table: pa.Table) -> pa.Table:
-        """Documents of rows without images, as those that stand beside documents with images."""
+        """Give documents of rows without images an empty column of images."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +318,7 @@ class DocumentStream:
 
     Args:
         vocab_size: token ids are below it.
-        max_length, responses_only, chat_template: as for `tokenize`.
+        max_length, responses_only, chat_template: as for `documents_of`.
         images: makes documents of rows with images; None where no row has any.
         check_text: refuses documents of rows without images, of which one is called as its second argument
             says.
@@ -370,9 +328,6 @@ class DocumentStream:
         first_ledger: the ledger of the first rows, of one block at least of each part.
         fingerprint: of the documents made of them, see `rows_hash`.
         unused_columns: of each part, the columns that nothing is made of, as its first rows have them.
-
-    Raises:
-        InputError: the first rows cannot be read or trained on.
     """
 
     def __init__(
@@ -392,8 +347,7 @@ class DocumentStream:
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
-        self._formats: dict[int, str] = {}
-        self._columns: dict[int, list[str]] = {}
+        self._formats: dict[int, tuple[str, list[str]]] = {}  # of each part, and the columns that it uses
         self.unused_columns: dict[int, tuple[str, ...]] = {}
         self.first_ledger, self.fingerprint = self._look_at_first_rows()
 
@@ -414,31 +368,26 @@ class DocumentStream:
 
         Args:
             worker, workers: number of this worker, and how many take turns; each gives its own blocks.
-
-        Raises:
-            InputError: a row cannot be read or trained on; names it.
         """
         for turn, block in enumerate(endless(self._source, place)):
             if turn % workers == worker:
-                yield self._made(block, share)
+                yield self._tokenize(block, share)
 
     def _look_at_first_rows(self) -> tuple[TokenLedger, str]:
         tally, hashes = SpanCounts(), RowHashes()
         for number, part in enumerate(self._source.parts):
             of_part = SpanCounts()
             for block in endless(part, Place()):
-                if block.ends_pass:
-                    break
-                made = self._made(replace(block, part=number), Share())
-                of_part += made.tally
-                hashes.update(made.table)
-                if of_part.sums["rows_read"] >= _FIRST_ROWS:
+                documents = self._tokenize(replace(block, part=number), Share())
+                of_part += documents.tally
+                hashes.update(documents.table)
+                if block.ends_pass or of_part.sums["rows_read"] >= _FIRST_ROWS:
                     break
             tally += of_part
         check_counted(tally.ledger, self._max_length)
         return tally.ledger, hashes.hexdigest()
 
-    def _made(self, block: RawBlock, share: Share) -> DocumentBlock:
+    def _tokenize(self, block: RawBlock, share: Share) -> DocumentBlock:
         import pyarrow as pa
 
         schema = document_schema() if self._images is None else self._images.schema
@@ -485,7 +434,8 @@ class DocumentStream:
             if part not in self.unused_columns:
                 self.unused_columns[part] = self._images.unused_columns(rows)
             return self._images.maker(rows, numbers)
-        for name in self._columns.get(part, ()):
+        is_first = part not in self._formats
+        for name in [] if is_first else self._formats[part][1]:
             if name not in rows.column_names:
                 rows = rows.add_column(name, [None] * len(rows))
         conversion = Conversion(
@@ -493,16 +443,16 @@ class DocumentStream:
             chat_template=bool(self._tokenizer.chat_template),
             responses_only=self._responses_only,
             numbers=numbers,
-            template=None if part in self._formats else str(self._tokenizer.chat_template or ""),
+            template=str(self._tokenizer.chat_template or "") if is_first else None,
         )
-        if part not in self._formats:
-            self._formats[part] = conversion.data_format
-            self._columns[part] = [name for name in rows.column_names if name in KNOWN_COLUMNS]
+        if is_first:
+            columns = [name for name in rows.column_names if name in KNOWN_COLUMNS]
+            self._formats[part] = (conversion.data_format, columns)
             self.unused_columns[part] = conversion.unused_columns
-        if conversion.data_format != self._formats[part]:
+        if conversion.data_format != self._formats[part][0]:
             raise InputError(
                 f"rows {numbers[0]} to {numbers[-1]} have the format {conversion.data_format}, and the first "
-                f"rows {self._formats[part]}; keep one format a stream"
+                f"rows {self._formats[part][0]}; keep one format a stream"
             )
         return DocumentMaker(
             rows, conversion, self._tokenizer, self._max_length, self._responses_only, self._chat_template

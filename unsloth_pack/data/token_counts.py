@@ -12,7 +12,8 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 
-# The ledger of a data set's tokens, and the check that not too many of them are lost.
+if TYPE_CHECKING:
+    from unsloth_pack.data.encoding import Encoded
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,11 @@ def check_token_loss(
     """Refuse to train if truncation and dropping discard too many tokens.
 
     Args:
-        name: of the data, for the message.
+        name, option: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
         max_length: tokens at which rows were cut.
         n_positions: of the model; no row may be longer.
         are_packed: whether the rows come from packs on disk, which were cut when they were packed.
-        option: that names the data.
-
-    Raises:
-        InputError: more is lost; the error says why, and how to keep these tokens.
     """
     if ledger.discarded <= max_token_loss:
         return
@@ -136,9 +133,6 @@ def check_token_loss(
     )
 
 
-if TYPE_CHECKING:
-    from unsloth_pack.data.encoding import Encoded
-
 _SUMS = [
     each.name
     for each in fields(TokenLedger)
@@ -165,7 +159,7 @@ class SpanCounts:
     last_id: int = -1
 
     def coarse(self) -> SpanCounts:
-        """The same counts with lengths rounded up by at most a 64th: a few thousand at most, in any data."""
+        """The same counts with lengths rounded up by at most a 64th, so that there are few in any data."""
         lengths: Counter[int] = Counter()
         for length, rows in self.lengths.items():
             step = 1 << max(0, length.bit_length() - 7)
@@ -214,9 +208,7 @@ class SpanCounts:
         return self
 
     def __add__(self, other: SpanCounts) -> SpanCounts:
-        both = SpanCounts(self.sums.copy(), self.lengths.copy(), self.least_id, self.last_id)
-        both += other
-        return both
+        return SpanCounts().__iadd__(self).__iadd__(other)
 
     @property
     def has_files(self) -> bool:
@@ -226,13 +218,7 @@ class SpanCounts:
     @property
     def ledger(self) -> TokenLedger:
         sums = {name: self.sums[name] for name in (*_SUMS, *OF_IMAGES)}
-        return TokenLedger(**sums, longest=max(self.lengths, default=0), p99=self._quantile(0.99))
-
-    def _quantile(self, share: float) -> int:
-        """The length at a quantile of the rows; between two lengths, the higher."""
-        rank = math.ceil((self.lengths.total() - 1) * share)
-        for length in sorted(self.lengths):
-            rank -= self.lengths[length]
-            if rank < 0:
-                return length
-        return 0
+        lengths, rows = sorted(self.lengths), [self.lengths[length] for length in sorted(self.lengths)]
+        rank = math.ceil((self.lengths.total() - 1) * 0.99)  # between two lengths, the higher
+        p99 = lengths[int(np.searchsorted(np.cumsum(rows), rank, "right"))] if lengths else 0
+        return TokenLedger(**sums, longest=max(lengths, default=0), p99=p99)

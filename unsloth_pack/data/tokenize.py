@@ -31,6 +31,7 @@ from unsloth_pack.data.cache import (
     spans_of,
 )
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
+from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.rows import IMAGES, update_with_images
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from unsloth_pack.data.formats import Conversion
-
-__all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenize", "tokenizer_hash"]
+__all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenizer_hash"]
 
 # A tokenizer holds about a hundred bytes for each token of a batch
 _ROWS_A_BATCH, _BYTES_A_BATCH = 1000, 1 << 20
@@ -72,96 +71,71 @@ class Documents:
     has_files: bool = False
 
 
-def tokenize(
-    dataset: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    train_on_responses_only: bool = False,
-    chat_template: str | None = None,
-    num_proc: int | None = None,
-) -> tuple[datasets.Dataset, TokenLedger]:
-    """Token ids and labels of every row, as TRL's SFTTrainer would make them.
-
-    Conversations go through the chat template. Text and string completions end with the end-of-sequence
-    token. The loss is on the completion where there is a prompt, else on all tokens.
-
-    Args:
-        dataset: columns as `to_trl` gives them: prompt and completion, or messages, with what
-            the template reads beside them (tools, chat_template_kwargs); or text.
-        max_length: tokens at which a row is cut; its end is lost.
-        train_on_responses_only: in conversations, only assistant turns count in the loss.
-        chat_template: used instead of the tokenizer's own.
-        num_proc: processes that share out the rows; None for as many as there are cores.
-
-    Returns:
-        A dataset of `input_ids` and `labels`, int32 lists of the same length, without the rows in which no
-        label counts; and the ledger.
-
-    Raises:
-        InputError: no row is left; only responses are to be trained on, and the rows are plain text or the
-            template does not mark responses; the template refuses a row; or the tokenizer has no
-            end-of-sequence token.
-    """
-    documents = documents_of(
-        dataset,
-        tokenizer,
-        max_length=max_length,
-        train_on_responses_only=train_on_responses_only,
-        chat_template=chat_template,
-        num_proc=num_proc,
-    )
-    return documents.rows, documents.ledger
-
-
 def documents_of(
     dataset: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    train_on_responses_only: bool = False,
+    train_on_responses_only: bool | None = None,
     chat_template: str | None = None,
     num_proc: int | None = None,
-    conversion: Conversion | None = None,
 ) -> Documents:
-    """The tokenised rows of a data set, see `tokenize`.
+    """Token ids and labels of every row of a data set in any known format, as TRL's SFTTrainer makes them.
 
-    A large data set is tokenised over several processes, into the data set cache. The next call with the same
-    data, tokenizer and arguments finds the documents there.
+    Conversations go through the chat template. Text and string completions end with the end-of-sequence
+    token. The loss is on the completion where there is a prompt, else on all tokens. A large data set is
+    converted and tokenised a batch at a time over several processes, into the data set cache. The next call
+    with the same data, tokenizer and arguments finds the documents there.
 
     Args:
-        conversion: makes TRL's columns of the rows, which are converted and tokenised a batch at a time;
-            None if the data set has these columns.
-    """
-    make = DocumentMaker(dataset, conversion, tokenizer, max_length, train_on_responses_only, chat_template)
-    return made_by(make, num_proc)
-
-
-def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
-    """All documents that `make` makes of its data set; those of a large one lie in the data set cache.
+        max_length: tokens at which a row is cut; its end is lost.
+        train_on_responses_only: in conversations, only assistant turns count in the loss; None if nothing is
+            trained on the rows.
+        chat_template: used instead of the tokenizer's own.
+        num_proc: processes that share out the rows; None for as many as there are cores.
 
     Raises:
-        InputError: what `make` raises; or nothing is learned from them.
+        InputError: a row cannot be trained on, see `to_trl`; no row is left; only responses are to be trained
+            on, and the rows are plain text or the template does not mark responses; the template refuses a
+            row; or the tokenizer has no end-of-sequence token.
     """
-    dataset = make.dataset
-    spans = spans_of(len(dataset), dataset.data.nbytes)
+    conversion = Conversion(
+        dataset,
+        chat_template=bool(tokenizer.chat_template),
+        responses_only=train_on_responses_only,
+        template=str(tokenizer.chat_template or ""),
+    )
+    responses_only = bool(train_on_responses_only)
+    make = DocumentMaker(dataset, conversion, tokenizer, max_length, responses_only, chat_template)
+    return made_by(make, num_proc, conversion.unused_columns)
+
+
+def made_by(make: SpanMaker, num_proc: int | None = None, unused_columns: tuple[str, ...] = ()) -> Documents:
+    """All documents that `make` makes of its data set; those of a large one lie in the data set cache."""
+    import datasets as hf
+    import pyarrow as pa
+
+    spans = spans_of(len(make.dataset), make.dataset.data.nbytes)
     if len(spans) > 1:
         key = make.key(num_proc)
         folder, notes = from_cache("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
         rows = open_cached(folder)
-        found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id", "has_files")}
-        return Documents(rows, TokenLedger(**notes["ledger"]), **found)
-    import datasets as hf
-    import pyarrow as pa
+    else:
+        tally, tables = SpanCounts(), []
+        for of_batch, table in make.documents(0, len(make.dataset)):
+            tally += of_batch
+            tables.append(table)
+        check_counted(tally.ledger, make.max_length)
+        rows = hf.Dataset(pa.concat_tables(tables))
+        notes = _notes_of(tally, rows_hash(rows))
+    ledger = TokenLedger(**notes["ledger"])
+    others = {name: notes[name] for name in ("fingerprint", "least_id", "last_id", "has_files")}
+    return Documents(rows, ledger, unused_columns=unused_columns, **others)
 
-    tally, tables = SpanCounts(), []
-    for of_batch, table in make.documents(0, len(dataset)):
-        tally += of_batch
-        tables.append(table)
-    check_counted(tally.ledger, make.max_length)
-    rows = hf.Dataset(pa.concat_tables(tables))
-    hashed, has_files = rows_hash(rows), tally.has_files
-    return Documents(rows, tally.ledger, hashed, tally.least_id, tally.last_id, has_files=has_files)
+
+def _notes_of(tally: SpanCounts, fingerprint: str) -> Notes:
+    ids = {"least_id": tally.least_id, "last_id": tally.last_id}
+    return {"ledger": asdict(tally.ledger), "fingerprint": fingerprint, **ids, "has_files": tally.has_files}
 
 
 class SpanMaker(ABC):
@@ -201,22 +175,20 @@ class SpanMaker(ABC):
         from datasets.utils import tqdm
 
         tally, hashes = SpanCounts(), RowHashes()
-        tasks = [(folder, number, span) for number, span in enumerate(spans)]
+        tasks = [(folder / f"{number}.arrow", span) for number, span in enumerate(spans)]
         with tqdm(total=len(self.dataset), desc="Tokenizing", unit=" rows") as bar:
-            for (_, number, (first, end)), of_span in zip(
-                tasks, in_order(self._one_into, tasks, num_proc), strict=True
-            ):
+            results = in_order(self._one_into, tasks, num_proc)
+            for (file, (first, end)), of_span in zip(tasks, results, strict=True):
                 tally += of_span
-                hashes.update_from(folder / f"{number}.arrow")
+                hashes.update_from(file)
                 bar.update(end - first)
         check_counted(tally.ledger, self.max_length)
-        about = {"least_id": tally.least_id, "last_id": tally.last_id, "has_files": tally.has_files}
-        return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
+        return _notes_of(tally, hashes.hexdigest())
 
-    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> SpanCounts:
-        folder, number, (first, end) = task
+    def _one_into(self, task: tuple[Path, tuple[int, int]]) -> SpanCounts:
+        file, (first, end) = task
         tally = SpanCounts()
-        with arrow_file(folder / f"{number}.arrow", self.schema) as stream:
+        with arrow_file(file, self.schema) as stream:
             for of_batch, table in self.documents(first, end):
                 tally += of_batch
                 stream.write_table(table)
@@ -230,7 +202,7 @@ class DocumentMaker(SpanMaker):
     def __init__(
         self,
         dataset: datasets.Dataset,
-        conversion: Conversion | None,
+        conversion: Conversion,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         responses_only: bool,
@@ -240,7 +212,7 @@ class DocumentMaker(SpanMaker):
 
         super().__init__(dataset, max_length, document_schema())
         self._conversion = conversion
-        features = dataset.features if conversion is None else conversion.features
+        features = conversion.features
         kind = next(features[name] for name in ("prompt", "messages", "text") if name in features)
         self._encode = Encoder(
             tokenizer,
@@ -253,25 +225,17 @@ class DocumentMaker(SpanMaker):
         self._responses_only = responses_only
 
     def key(self, num_proc: int | None) -> list[Any] | None:
-        given = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
-        if given is None:
+        of_tokenizer = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
+        if of_tokenizer is None:
             return None
-        return [
-            self.of_data,
-            None if self._conversion is None else self._conversion.key,
-            given,
-            [self.max_length, self._responses_only],
-        ]
+        options = [self.max_length, self._responses_only]
+        return [self.of_data, self._conversion.key, of_tokenizer, options]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size = self.batch_size
-        if self._conversion is None:
-            batches = self.dataset.select(range(first, end)).iter(batch_size=size)
-        else:
-            batches = self._conversion.batches(self.dataset, first, end, size)
-        numbers = range(len(self.dataset)) if self._conversion is None else self._conversion.numbers
+        batches = self._conversion.batches(self.dataset, first, end, size)
         for start, batch in zip(range(first, end, size), batches, strict=True):
-            encoded = self._encode(batch, numbers[start : min(start + size, end)])
+            encoded = self._encode(batch, self._conversion.numbers[start : min(start + size, end)])
             yield SpanCounts.of(encoded), table_of(encoded)
 
 
@@ -346,7 +310,7 @@ class RowHashes:
 
 
 def rows_hash(rows: datasets.Dataset) -> str:
-    """SHA-256 of the rows in their order: every id, label and image, and where each row ends."""
+    """Hash rows in their order, with SHA-256: every id, label and image, and where each row ends."""
     hashes = RowHashes()
     columns = [name for name in ("input_ids", "labels", IMAGES) if name in rows.column_names]
     for table in scan(rows, columns, _HASHED):
@@ -354,12 +318,10 @@ def rows_hash(rows: datasets.Dataset) -> str:
     return hashes.hexdigest()
 
 
-def key_of_tokenizer(tokenizer: Any, chat_template: str | None = None) -> list[Any] | None:
-    """All that ids depend on beside the rows; None for a slow tokenizer, which does things in Python.
-
-    Args:
-        chat_template: used instead of the tokenizer's own.
-    """
+def key_of_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> list[Any] | None:
+    """All that ids depend on beside the rows; None for a slow tokenizer, which does things in Python."""
     if not tokenizer.is_fast:
         return None
     import tokenizers
@@ -375,7 +337,7 @@ def key_of_tokenizer(tokenizer: Any, chat_template: str | None = None) -> list[A
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that turns rows into ids, the same on every machine and after saving and loading.
+    """Hash all that turns rows into ids, the same on every machine and after saving and loading.
 
     It covers the vocabulary, the rules, the special tokens and the chat template. It leaves out padding and
     truncation, which a tokenizer remembers from its last call, and the padding token, which trainers set.
@@ -389,3 +351,41 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     }
     whole = json.dumps([model, special, tokenizer.chat_template], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
+    """Refuse token ids without an embedding; on a GPU they would fail an assertion that names no row.
+
+    Args:
+        dataset: holds `input_ids`, one list of integers a row.
+        vocab_size: rows of the embedding; valid ids are 0 to vocab_size - 1.
+
+    Raises:
+        InputError: there is no such column, it does not hold lists of integers, or an id is outside the
+            vocabulary; the error names the first such row and id.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if "input_ids" not in dataset.column_names:
+        raise InputError(
+            f"no column 'input_ids' among {', '.join(dataset.column_names)}; tokenise the dataset first"
+        )
+    start = 0
+    for table in scan(dataset, ["input_ids"], batch_size=256):
+        column = table["input_ids"].combine_chunks()
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        if not is_list or not pa.types.is_integer(column.type.value_type):
+            raise InputError(
+                f"column 'input_ids' holds {column.type}, not lists of integers; tokenise the dataset first"
+            )
+        ids, row_of_id = column.flatten(), pc.list_parent_indices(column)
+        valid = pc.and_(pc.greater_equal(ids, 0), pc.less(ids, vocab_size)).fill_null(False)
+        first = pc.index(valid, False).as_py()
+        if first >= 0:
+            raise InputError(
+                f"row {start + row_of_id[first].as_py()}, column 'input_ids': token id {ids[first]} is "
+                f"outside the vocabulary, 0 to {vocab_size - 1} ({vocab_size} ids); tokenise with the "
+                "tokenizer of this model, or resize its embeddings"
+            )
+        start += len(column)

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.cache import digest, in_order, spans_of
-from unsloth_pack.data.columns import IMAGE_COLUMNS
+from unsloth_pack.data.columns import IMAGE_COLUMNS, refuse_acting_columns
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
 from unsloth_pack.data.rows import IMAGES, KEYS_OF_IMAGES, OF_TURNS, image_field, unread_keys
 from unsloth_pack.data.token_counts import FILES, SpanCounts
 from unsloth_pack.data.tokenize import SpanMaker, table_of
-from unsloth_pack.data.unsupported_columns import refuse_acting_columns
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import PlacedImage, VisionDocument, VisionEncoder
 from unsloth_pack.images.family import ImageFamily

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.data import rows
-from unsloth_pack.data.columns import IMAGE_COLUMNS
+from unsloth_pack.data.columns import IMAGE_COLUMNS, refuse_acting_values
 from unsloth_pack.data.rows import KEYS_OF_IMAGES, Message, fail
-from unsloth_pack.data.unsupported_columns import refuse_acting_values
 from unsloth_pack.images.reading import PART_KEYS, ImageSource, parse_source
 
 _KEYS_OF_TEXT = ("text", "value")  # of a part of type text

@@ -1,7 +1,7 @@
 """From the rows of a data set to tokenised documents, in the same way for every subcommand."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -15,9 +15,7 @@ from unsloth_pack.config import TrainOptions
 from unsloth_pack.config.options import DataOptions
 from unsloth_pack.data import check_token_ids
 from unsloth_pack.data.columns import check_shared, check_used
-from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.mixed_rows import MixedRows
-from unsloth_pack.data.mixture import Mixture, Source, mix
+from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
 from unsloth_pack.data.rows import telling_names
 from unsloth_pack.data.sources import ChosenRows, DataSet
 from unsloth_pack.data.streaming import DocumentStream, Place, RowSource, StreamedImages, first_columns
@@ -137,7 +135,7 @@ def prepare_documents(
     num_proc: int | None = None,
     images: ImagePreparation | None = None,
 ) -> Documents:
-    """Rows of any known format as token ids and labels, see `tokenize`.
+    """Rows of any known format as token ids and labels, see `documents_of`.
 
     Args:
         train_on_responses_only: whether only responses carry loss; None if nothing is trained on the rows.
@@ -146,22 +144,14 @@ def prepare_documents(
     """
     if images is not None and holds_images(rows):
         return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
-    conversion = Conversion(
-        rows,
-        chat_template=bool(tokenizer.chat_template),
-        responses_only=train_on_responses_only,
-        template=str(tokenizer.chat_template or ""),
-    )
     documents = documents_of(
         rows,
         tokenizer,
         max_length=max_length,
-        train_on_responses_only=bool(train_on_responses_only),
+        train_on_responses_only=train_on_responses_only,
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
         num_proc=num_proc,
-        conversion=conversion,
     )
-    documents = replace(documents, unused_columns=conversion.unused_columns)
     return documents if images is None else images.beside(documents)
 
 
