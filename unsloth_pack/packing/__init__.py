@@ -12,8 +12,14 @@ from unsloth_pack.packing.forecast import (
     vision_tokens,
 )
 from unsloth_pack.packing.in_memory import CutCounts, PackingWarning, concatenate_and_pack, pack_sequences
-from unsloth_pack.packing.manifest import PackedImages, PackManifest, find_packs, read_manifest
-from unsloth_pack.packing.on_disk import read_packs, write_packs
+from unsloth_pack.packing.on_disk import (
+    PackedImages,
+    PackManifest,
+    find_packs,
+    read_manifest,
+    read_packs,
+    write_packs,
+)
 from unsloth_pack.packing.planner import Bins, PackPlan, plan_packs
 from unsloth_pack.packing.sampler import CostSpread, PackedSampler
 from unsloth_pack.packing.stream import PackingStream, StreamCounts

@@ -303,7 +303,9 @@ def concatenate_and_pack(
     pads = [_filler(*filler, kind) for filler, kind in zip(fillers.items(), kinds, strict=True)]
     cut, counts = _cut(documents, max_length, overlong)
     plan = _plan(cut[0], max_length, "next_fit")
-    packed = [_fill(plan, *column, max_length, pad) for *column, pad in zip(cut, kinds, pads, strict=True)]
+    packed = [
+        _fill(plan, column, kind, max_length, pad) for column, kind, pad in zip(cut, kinds, pads, strict=True)
+    ]
     if counts and not return_counts:
         warnings.warn(f"concatenate_and_pack: {counts}", PackingWarning, stacklevel=3)
     return (*packed, counts) if return_counts else tuple(packed)

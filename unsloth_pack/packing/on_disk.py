@@ -1,12 +1,26 @@
-"""write_packs: pack tokenised documents into rows on disk, one shard after another."""
+"""Packed rows in a folder: write_packs and read_packs.
+
+packs.json               the manifest, written last
+shard-00000.arrow, ...   tables with one packed row in each row:
+
+    input_ids  [7 7 7 8 8 9]   list of int32
+    labels     [. 7 7 . 8 .]   list of int32 of the same length; -100 (here .) means no loss
+    cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
+    max_length 3               int32: tokens of the longest document
+    images     [...]           only where there are some: a list of objects, see `data.image_columns`
+
+The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
+starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded
+into a cache of the full size.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,29 +28,143 @@ import numpy as np
 
 from unsloth_pack.checkpoints.atomic import atomic_dir, holds
 from unsloth_pack.data.cache import scan
-from unsloth_pack.data.rows import IMAGES, update_with_images
+from unsloth_pack.data.rows import IMAGES, image_field, update_with_images
+from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import IGNORE_INDEX
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
-from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, RowBuilder, check_columns, plan_rows
-from unsloth_pack.packing.manifest import (
-    FILE_NAME,
-    PackedImages,
-    PackManifest,
-    Shard,
-    file_sha256,
-    read_manifest,
-    schema,
-    shard_name,
-)
+from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, check_columns, plan_rows
 from unsloth_pack.packing.planner import check_positive
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+_MANIFEST = PACK_FILES[0]
+_FORMAT, _VERSION = "unsloth_pack packs", 1
 _LAST_ID = 2**31 - 1  # of int32
 _BYTES_A_SHARD, _BYTES_A_TOKEN = 2**28, 8  # of ids and labels
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of packs.
+
+    Args:
+        images, vision_tokens: in all rows.
+        are_paths: whether files of images are referred to by their paths, not held.
+        placeholder: the token that stands for images.
+        least_pixels, most_pixels: to which smaller and larger images are resized; None where the model's
+            images have no such limits.
+        processor: SHA-256 of all settings of the image processor that made the tokens.
+    """
+
+    images: int
+    vision_tokens: int
+    are_paths: bool
+    placeholder: int
+    least_pixels: int | None
+    most_pixels: int | None
+    processor: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of packed rows, with the SHA-256 of its bytes."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PackManifest:
+    """The data that was packed, how it was packed, and for which tokenizer.
+
+    Args:
+        capacity: tokens that a row may hold.
+        strategy: as for `plan_packs`.
+        seed: of the random order in which the documents were planned; None if they kept their order.
+        train_on_responses_only: whether only assistant turns have labels.
+        model_name: the model whose tokenizer was used, by its name at that time.
+        tokenizer_hash: of that tokenizer, see `unsloth_pack.data.tokenizer_hash`.
+        data_fingerprint: SHA-256 of ids, labels and boundaries; the same for any size of shards.
+        rows, documents, tokens: in all shards.
+        ledger: accounts for every token that was read, from the data to the shards.
+        images: of the rows; None where they have none.
+    """
+
+    capacity: int
+    strategy: str
+    seed: int | None
+    train_on_responses_only: bool
+    model_name: str
+    tokenizer_hash: str
+    data_fingerprint: str
+    rows: int
+    documents: int
+    tokens: int
+    ledger: TokenLedger
+    shards: tuple[Shard, ...]
+    images: PackedImages | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The manifest by field, as it is written; `images` only where there are some."""
+        return {name: value for name, value in asdict(self).items() if name != "images" or value is not None}
+
+
+def _schema(has_images: bool) -> pa.Schema:
+    """The columns of a shard."""
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    columns = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
+    if has_images:
+        columns[IMAGES] = image_field(is_packed=True).type
+    return pa.schema(columns.items())
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_packs(dataset: str) -> Path | None:
+    """The folder, if `dataset` names one that holds packs or a part of them; else None."""
+    folder = Path(os.path.expanduser(dataset))
+    if dataset in BUNDLED_MODELS or not os.path.isdir(folder):
+        return None
+    return folder if any((folder / name).exists() for name in PACK_FILES) else None
+
+
+def read_manifest(folder: Path) -> PackManifest:
+    """The manifest of a folder of packs; the shards are not read.
+
+    Raises:
+        InputError: it is missing, incomplete or of another version, or its fields are wrong.
+    """
+    path = folder / _MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        stated = values.pop("format"), values.pop("version")
+        if stated == (_FORMAT, _VERSION):
+            values["ledger"] = TokenLedger(**values["ledger"])
+            if values.get("images") is not None:
+                values["images"] = PackedImages(**values["images"])
+            values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+            return PackManifest(**values)
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder}: packs without their {_MANIFEST}, which is written last; pack the data anew"
+        ) from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
+    raise InputError(
+        f"{path}: {stated[0]!r} of version {stated[1]!r}, and this release reads {_FORMAT!r} of version "
+        f"{_VERSION}; pack the data anew, or change the release"
+    )
 
 
 def write_packs(
@@ -79,6 +207,7 @@ def write_packs(
             `pack_dataset`; an id does not fit into int32, or is negative; or a label is neither -100 nor its
             token.
     """
+    import pyarrow as pa
     from datasets.utils import tqdm
 
     target = Path(os.path.expanduser(folder)).resolve()
@@ -86,47 +215,50 @@ def write_packs(
         raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
     if "labels" not in (columns := check_columns(documents)):
         raise InputError(f"no column 'labels' among {', '.join(columns)}; tokenise the rows")
-    capacity = check_positive("capacity", capacity)
     if rows_per_shard is not None:
-        rows_per_shard = check_positive("rows_per_shard", rows_per_shard)
+        check_positive("rows_per_shard", rows_per_shard)
     if seed is not None:
         require_whole("seed", seed, 0, LAST_SEED)
     if images is None and IMAGES in columns:
         raise InputError("the documents have images; say how they were prepared, in images")
-    kept = ["input_ids", "labels", *([IMAGES] if images else [])]
-    documents = documents.select_columns(kept)
+    documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
-    if rows_per_shard is None:
-        rows_per_shard = max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
-    manifest = PackManifest(
-        capacity=capacity,
-        strategy=strategy,
-        seed=None if seed is None else int(seed),
-        train_on_responses_only=train_on_responses_only,
-        model_name=model_name,
-        tokenizer_hash=tokenizer_hash,
-        data_fingerprint="",
-        rows=plan.n_bins,
-        documents=plan.n_documents,
-        tokens=plan.tokens,
-        ledger=ledger,
-        shards=(),
-        images=images,
+    n_rows = int(
+        rows_per_shard or max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
     )
     _check_tokens(documents)
-    hashed = ("input_ids", "labels", "cu_lengths", *([IMAGES] if images else []))
-    hashes = {name: hashlib.sha256() for name in hashed}
-    whole = atomic_dir(target, last=[FILE_NAME], may_replace=False)
+    schema = _schema(images is not None)
+    hashes = {name: hashlib.sha256() for name in schema.names if name != "max_length"}
+    shards: list[Shard] = []
+    whole = atomic_dir(target, last=[_MANIFEST], may_replace=False)
     with whole as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
-        shards: list[Shard] = []
-        for first in range(0, plan.n_bins, rows_per_shard):
-            path = aside / shard_name(len(shards))
-            rows = min(rows_per_shard, plan.n_bins - first)
-            _write_shard(path, _batches(builder, first, rows, bar), hashes)
-            shards.append(Shard(path.name, rows, path.stat().st_size, file_sha256(path)))
-        fingerprint = hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest()
-        manifest = replace(manifest, data_fingerprint=fingerprint, shards=tuple(shards))
-        (aside / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        for first in range(0, plan.n_bins, n_rows):
+            path, end = aside / f"shard-{len(shards):05d}.arrow", min(first + n_rows, plan.n_bins)
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+                for start in range(first, end, builder.batch_size):
+                    rows = builder.build(start, min(start + builder.batch_size, end))
+                    table = _with_boundaries(rows).cast(schema)
+                    stream.write_table(table)
+                    _update(hashes, table)
+                    bar.update(len(table))
+            shards.append(Shard(path.name, end - first, path.stat().st_size, _file_sha256(path)))
+        manifest = PackManifest(
+            capacity=int(capacity),
+            strategy=strategy,
+            seed=None if seed is None else int(seed),
+            train_on_responses_only=train_on_responses_only,
+            model_name=model_name,
+            tokenizer_hash=tokenizer_hash,
+            data_fingerprint=hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest(),
+            rows=plan.n_bins,
+            documents=plan.n_documents,
+            tokens=plan.tokens,
+            ledger=ledger,
+            shards=tuple(shards),
+            images=images,
+        )
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, **manifest.values()}, indent=1)
+        (aside / _MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
 
 
@@ -137,32 +269,19 @@ def _check_tokens(documents: datasets.Dataset) -> None:
     row = 0
     for table in scan(documents, ["input_ids", "labels"], DOCUMENTS_A_BATCH):
         ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
-        of_row = pc.list_parent_indices(table["input_ids"].combine_chunks())
-        for is_wrong, complaint in (
-            ((ids < 0) | (ids > _LAST_ID), f"a token id is not from 0 to {_LAST_ID}; tokenise the rows"),
-            (
-                (labels != IGNORE_INDEX) & (labels != ids),
-                f"a label is neither {IGNORE_INDEX} nor its token; give labels that are not shifted",
-            ),
-        ):
-            if is_wrong.any():
-                at = int(np.argmax(is_wrong))
-                values = f"token {ids[at]}, label {labels[at]}"
-                raise InputError(f"row {row + of_row[at].as_py()}: {complaint} ({values})")
+        bad_ids, bad_labels = (ids < 0) | (ids > _LAST_ID), (labels != IGNORE_INDEX) & (labels != ids)
+        if (bad_ids | bad_labels).any():
+            at = int(np.argmax(bad_ids | bad_labels))
+            row += pc.list_parent_indices(table["input_ids"].combine_chunks())[at].as_py()
+            complaint = f"a label is neither {IGNORE_INDEX} nor its token; give labels that are not shifted"
+            if bad_ids[at]:
+                complaint = f"a token id is not from 0 to {_LAST_ID}; tokenise the rows"
+            raise InputError(f"row {row}: {complaint} (token {ids[at]}, label {labels[at]})")
         row += len(table)
 
 
-def _batches(builder: RowBuilder, first: int, rows: int, bar: Any) -> Iterator[pa.Table]:
-    """The rows from `first` on, in the columns of a shard."""
-    end = first + rows
-    for start in range(first, end, builder.batch_size):
-        table = builder.build(start, min(start + builder.batch_size, end))
-        yield _with_boundaries(table)
-        bar.update(len(table))
-
-
 def _with_boundaries(table: pa.Table) -> pa.Table:
-    """The table with `cu_lengths` and `max_length` instead of `seq_lengths`."""
+    """The table with `cu_lengths` and `max_length` instead of `seq_lengths`, in the order of `_schema`."""
     import pyarrow as pa
 
     column = table["seq_lengths"].combine_chunks()
@@ -178,28 +297,18 @@ def _with_boundaries(table: pa.Table) -> pa.Table:
         "cu_lengths": pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(cu)),
         "max_length": np.maximum.reduceat(lengths, offsets[:-1]),
     }
-    has_images = IMAGES in table.schema.names
-    if has_images:
+    if IMAGES in table.schema.names:
         columns[IMAGES] = table[IMAGES]
-    return pa.table(columns).cast(schema(has_images))
+    return pa.table(columns)
 
 
-def _write_shard(path: Path, tables: Iterator[pa.Table], hashes: Mapping[str, Any]) -> None:
-    """Write the tables, and feed their numbers to the hash of each column."""
-    import pyarrow as pa
-
-    kind = schema(IMAGES in hashes)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, kind) as stream:
-        for table in tables:
-            stream.write_table(table)
-            for name, digest in hashes.items():
-                if name == IMAGES:
-                    update_with_images(digest, table[name])
-                else:
-                    digest.update(table[name].combine_chunks().flatten().to_numpy())
-
-
-# read_packs: packed rows from disk, all of them checked before training begins.
+def _update(hashes: dict[str, Any], table: pa.Table) -> None:
+    """Feed the numbers of a table of a shard to the hash of each column."""
+    for name, digest in hashes.items():
+        if name == IMAGES:
+            update_with_images(digest, table[name])
+        else:
+            digest.update(table[name].combine_chunks().flatten().to_numpy())
 
 
 def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, datasets.Dataset]:
@@ -234,8 +343,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
     shards, counts = [], np.zeros(3, np.int64)
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
-        _check_bytes(path, shard)
-        lengths = _checked_lengths(path, manifest)
+        lengths = _checked_lengths(path, shard, manifest)
         columns = ["input_ids", "labels", *([IMAGES] if manifest.images else [])]
         tokens = datasets.Dataset.from_file(str(path)).select_columns(columns)
         shards.append(tokens.add_column("seq_lengths", lengths, new_fingerprint=shard.sha256))
@@ -250,44 +358,30 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
     return manifest, datasets.concatenate_datasets(shards)
 
 
-def _check_bytes(path: Path, shard: Shard) -> None:
-    """Refuse a file if any byte differs from the file that was written."""
-    try:
-        size = path.stat().st_size
-        digest = file_sha256(path) if size == shard.bytes else None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); copy it again, or pack anew") from None
-    if digest is None:
-        raise InputError(f"{path}: {size} bytes of {shard.bytes}; copy it again, or pack anew")
-    if digest != shard.sha256:
-        raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
-
-
-def _checked_lengths(path: Path, manifest: PackManifest) -> pa.ChunkedArray:
-    """The document lengths of every row of a shard, after checks of all its rows."""
+def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.ChunkedArray:
+    """The document lengths of every row of a shard, after checks of all its bytes and rows."""
     import pyarrow as pa
 
-    kind = pa.list_(pa.int32())
     lengths, row = [], 0
     try:
+        if (size := path.stat().st_size) != shard.bytes:
+            raise InputError(f"{path}: {size} bytes of {shard.bytes}; copy it again, or pack anew")
+        if _file_sha256(path) != shard.sha256:
+            raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            if stream.schema.remove_metadata() != schema(manifest.images is not None):
+            if stream.schema.remove_metadata() != _schema(manifest.images is not None):
                 columns = ", ".join(f"{field.name} ({field.type})" for field in stream.schema)
                 raise InputError(f"{path}: the columns {columns} are not those of packs; pack the data anew")
             for batch in filter(len, stream):
                 lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not an Arrow stream ({error}); pack the data anew") from None
-    return pa.chunked_array(lengths, kind)
+        raise InputError(f"{path}: cannot be read ({error}); copy it again, or pack anew") from None
+    return pa.chunked_array(lengths, pa.list_(pa.int32()))
 
 
 def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int) -> pa.ListArray:
-    """The document lengths of every row of a batch.
-
-    Raises:
-        InputError: boundaries contradict the tokens of a row.
-    """
+    """The document lengths of every row of a batch; boundaries that contradict the tokens are refused."""
     import pyarrow as pa
 
     cu = batch["cu_lengths"].flatten().to_numpy().astype(np.int64)  # differences of int32 could overflow

@@ -240,7 +240,7 @@ class PackingStream:
     def _checked(self, example: object) -> tuple[Example, Example, dict[str, str]]:
         """The example's columns of tokens, its columns of the document, and the kind of each of the first."""
         name = f"example {self.consumed}"
-        columns = dict(example) if isinstance(example, Mapping) else {"input_ids": example}
+        columns: Example = dict(example) if isinstance(example, Mapping) else {"input_ids": example}
         if missing := [column for column in self._by_document if column not in columns]:
             raise InputError(f"{name} has no column {missing[0]!r}; give it in every example")
         beside = {column: columns.pop(column) for column in self._by_document}
