@@ -101,7 +101,7 @@ def test_paths_in_packs_that_lead_to_no_image_are_refused_before_training(place,
     given = [*without, "--image_folder", str(seen)]
     (seen / "9-0.png").unlink()
     said = refused(capsys, given)
-    assert re.search(r"row 9, column 'images': .*No such file.*9-0.png'; .*or image_folder", said)
+    assert re.search(r"row 9, column 'images': .*no file.*9-0.png'; .*or image_folder", said)
     assert batches_of(prepare(read_options([*given, "--skip_broken_images"])))
     shutil.copy(place / "seen" / "1-0.png", seen / "9-0.png")
     assert "an image that has changed since it was prepared" in refused(capsys, given)

@@ -217,7 +217,7 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
     assert was_made
     assert changed.ledger.vision_tokens > first.ledger.vision_tokens
     (seen / "1-0.png").unlink()
-    with pytest.raises(InputError, match=r"row 1, column 'images': an image that cannot be read"):
+    with pytest.raises(InputError, match=r"row 1, column 'images': a path that is no file"):
         again()
     without = again("--skip_broken_images")[1].ledger
     assert without.rows_broken == 1

@@ -1,7 +1,6 @@
 """Images of every kind: the header says the size that decoding gives, and pixels are those that one sees."""
 
 import io
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -64,20 +63,6 @@ def test_a_file_that_is_cut_is_refused_by_its_end(kind, monkeypatch):
     assert read_size(of(data + b"more")) == (400, 720)
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
     assert read_size(of(data)) == (400, 720)
-
-
-def chunk(name, body):
-    crc = zlib.crc32(name + body).to_bytes(4, "big")
-    return len(body).to_bytes(4, "big") + name + body + crc
-
-
-def test_exif_behind_the_pixels_of_a_png():
-    plain = encoded(picture(40, 72))
-    exif = Image.Exif()
-    exif[0x0112] = 8
-    body = exif.tobytes().removeprefix(b"Exif\0\0")
-    data = plain[:-12] + chunk(b"eXIf", body) + plain[-12:]
-    assert read_size(of(data)) == (72, 40) == read_pixels(of(data)).size[::-1]
 
 
 def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch):

@@ -1,13 +1,16 @@
-"""Images are found in rows of every form, and all forms of one row make the same document."""
+"""Rows of every form make the same document, and parts that would lose what they say are refused."""
 
 import base64
 
 import datasets
 import pytest
 import torch
+from tables import table
 from tiny_vision import encoded, picture
 
+from unsloth_pack.data.lossless_json import to_dataset
 from unsloth_pack.errors import InputError
+from unsloth_pack.images.prepared import holds_images
 
 IMAGES = [picture(40, 72), picture(96, 33, 1)]
 BYTES = [encoded(image) for image in IMAGES]
@@ -189,3 +192,58 @@ def test_a_template_that_writes_no_images_is_refused():
     made([{"messages": turns("no image")}])
     with pytest.raises(InputError, match=r"2 images, and the chat template writes 0 placeholders"):
         made([FORMS["parts of Pillow"](None)])
+
+
+TEXT, IMAGE = {"type": "text", "text": "Name it"}, {"type": "image", "image": BYTES[0]}
+URL = {"type": "image_url", "image_url": {"url": uri(BYTES[0])}}
+UNSEEN = "which the model would never see"
+NOT_TRAINED = "videos and sound are not trained on.*remove the row"
+REFUSED = [
+    *(
+        (turns([TEXT | {key: "0.png"}]), f"'text' with '{key}', {UNSEEN}")
+        for key in ("image", "images", "url")
+    ),
+    *((turns([part | {"text": "x"}]), f"with 'text', {UNSEEN}") for part in (IMAGE, URL, {"type": "image"})),
+    (turns([IMAGE | {"resized_height": 64}]), f"with 'resized_height', {UNSEEN}.*max_pixels"),
+    (turns([URL | {"max_pixels": 64}]), f"with 'max_pixels', {UNSEEN}.*max_pixels"),
+    (turns([IMAGE | {"path": "1.png"}]), "an image under image and path, .*keep one"),
+    (turns([URL | {"base64": "x"}]), "an image under base64 and image_url, .*keep one"),
+    (turns("<video> Name it"), f"the text holds <video>.*{NOT_TRAINED}"),
+    (turns([TEXT | {"text": "a <audio>"}]), f"the text holds <audio>.*{NOT_TRAINED}"),
+    (turns([{"type": "image", "base64": "no base64!"}]), "not base64.*encode the image anew"),
+    (
+        turns([{"type": "image", "source": {"data": "x"}}]),
+        "places for images in column 'messages': 1, images: 0",
+    ),
+]
+
+
+@table("given", REFUSED, ids=lambda given: given[1])
+def test_parts_that_would_lose_something_are_refused(collate, given):
+    messages, says = given
+    with pytest.raises(InputError, match=f"'(messages|images)': .*{says}"):
+        collate()([{"messages": messages}])
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], b""])
+def test_empty_keys_of_a_part_are_not_there(collate, nothing):
+    """Arrow and other tools fill them in for the keys of other parts."""
+    keys = ("image_url", "path", "url", "bytes", "base64", "max_pixels")
+    plain = collate()([{"messages": turns([TEXT, IMAGE])}])
+    filled = [TEXT | dict.fromkeys(keys, nothing), IMAGE | dict.fromkeys(("text", "value"), nothing)]
+    assert torch.equal(collate()([{"messages": turns(filled)}])["input_ids"], plain["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("column", "says"), [({"weight": 0.5}, "a weight"), ({"label": False}, "a reply that is labelled bad")]
+)
+def test_columns_that_would_act_elsewhere_are_refused(collate, column, says):
+    with pytest.raises(InputError, match=f"row 0, column '{next(iter(column))}': {says}"):
+        collate()([{"messages": turns([IMAGE]), **column}])
+
+
+def test_rows_of_text_hold_no_images():
+    called = {"tool_calls": [{"function": {"name": "f", "arguments": {"image": "0.png"}}}]}
+    rows = [{"messages": [*turns([TEXT | {"image": None}]), {"role": "assistant", **called}]}]
+    assert not holds_images(to_dataset(rows))
+    assert holds_images(to_dataset([*rows, {"messages": turns([TEXT, {"type": "image", "image": "0.png"}])}]))

@@ -16,7 +16,7 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, TEMPLATE_REFUSALS, Encoder
 from unsloth_pack.data.rows import ROLES, fail
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size, stat_file
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
 from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
 
@@ -268,7 +268,7 @@ class VisionEncoder:
             (str(source.content), about.st_size, about.st_mtime_ns)
             for source in self._row(index, row).images
             if isinstance(source.content, Path)
-            for about in [stat_file(source, source.content)]
+            for about in [source.read_file(Path.stat)]
         ]
 
     def _row(self, index: int, row: Any) -> ImageRow:

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.reading import ImageSource, read_pixels, refuse_image
+from unsloth_pack.images.reading import ImageSource, read_pixels
 from unsloth_pack.images.tokens import Cut
 from unsloth_pack.models import vision_spec_for
 from unsloth_pack.models.spec import TOKEN_TYPES
@@ -179,8 +179,8 @@ class ImageFamily(ABC):
         try:
             return self._cut(*size, most_pixels, of_document)
         except ValueError as error:
-            problem = f"an image that the processor refuses ({error})"
-            refuse_image(source.index, source.column, problem, f"{size[0]} by {size[1]} pixels", "cut it")
+            height, width = size
+            source.refuse(f"an image of {height} by {width} that the processor refuses ({error})", "cut it")
 
     def __call__(
         self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1

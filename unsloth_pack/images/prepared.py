@@ -20,21 +20,14 @@ from unsloth_pack.data.cache import digest, in_order, spans_of
 from unsloth_pack.data.columns import IMAGE_COLUMNS, refuse_acting_columns
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
-from unsloth_pack.data.rows import IMAGES, KEYS_OF_IMAGES, OF_TURNS, image_field, unread_keys
+from unsloth_pack.data.rows import IMAGES, OF_TURNS, image_field, unread_keys
 from unsloth_pack.data.token_counts import FILES, SpanCounts
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import PlacedImage, VisionDocument, VisionEncoder
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.images.reading import (
-    ImageSource,
-    UnreadableImage,
-    refuse_image,
-    refuse_lost,
-    resolve_file,
-    stat_file,
-)
-from unsloth_pack.images.rows import MARK, has_hidden_image
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source
+from unsloth_pack.images.rows import MARK
 
 if TYPE_CHECKING:
     import datasets
@@ -47,7 +40,6 @@ _USED = {
 }
 _IN_JSON = '"type": "image'  # as in `data.lossless_json`
 _FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
-_A_KEY = f'"({"|".join(KEYS_OF_IMAGES)})": '
 
 
 def image_document_schema() -> pa.Schema:
@@ -69,7 +61,7 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
     """
     content = image.source.content
     if keep_bytes and isinstance(content, Path):
-        content = _read_bytes(image.source, content)
+        content = image.source.read_file(Path.read_bytes)
     record: dict[str, Any] = {
         "height": image.height,
         "width": image.width,
@@ -79,11 +71,11 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
         "column": image.source.column,
     }
     if isinstance(content, Path):
-        about = stat_file(image.source, content)
+        about = image.source.read_file(Path.stat)
         path = os.fspath(content)
         path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
         record |= {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
-        return record | {"sha256": _hash_file(image.source, content)}
+        return record | {"sha256": image.source.read_file(digest)}
     if not isinstance(content, bytes):
         raise TypeError(f"an image of Pillow, {content!r}, came out of a data set that does not decode")
     return record | {"bytes": content, "sha256": hashlib.sha256(content).hexdigest()}
@@ -105,32 +97,16 @@ def source_from_record(image: Mapping[str, Any], folder: Path | None) -> ImageSo
         recorded = image.get("sha256")
         if recorded is not None and hashlib.sha256(image["bytes"]).hexdigest() != recorded:
             problem = "an image that has changed since it was prepared (its SHA-256 is another)"
-            refuse_image(row, column, problem, source.shown, "prepare it anew")
+            source.refuse(problem, "prepare it anew")
         return source
-    path = resolve_file(row, column, image["path"], folder)
-    source = ImageSource(row, column, path)
-    about = stat_file(source, path)
+    source = parse_source(row, column, Path(image["path"]), folder)
+    about = source.read_file(Path.stat)
     is_same = about.st_size == image["size"] and (
-        about.st_mtime_ns == image["mtime_ns"] or _hash_file(source, path) == image.get("sha256")
+        about.st_mtime_ns == image["mtime_ns"] or source.read_file(digest) == image.get("sha256")
     )
     if not is_same:
-        problem = "an image that has changed since it was prepared"
-        refuse_image(row, column, problem, str(path), "prepare it anew")
+        source.refuse("an image that has changed since it was prepared", "prepare it anew")
     return source
-
-
-def _hash_file(source: ImageSource, path: Path) -> str:
-    try:
-        return digest(path)
-    except OSError as error:
-        refuse_lost(source, error)
-
-
-def _read_bytes(source: ImageSource, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        refuse_lost(source, error)
 
 
 def holds_images(dataset: datasets.Dataset) -> bool:
@@ -150,10 +126,6 @@ def holds_images(dataset: datasets.Dataset) -> bool:
         for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=1000):
             texts = table[name].combine_chunks().storage
             if pc.any(pc.match_substring(texts, _IN_JSON)).as_py():
-                return True
-            # An image in a part of type text counts too: such rows are refused with its key and a remedy
-            suspects = texts.filter(pc.match_substring_regex(texts, _A_KEY))
-            if any(has_hidden_image(json.loads(text)) for text in suspects.to_pylist()):
                 return True
     return False
 
