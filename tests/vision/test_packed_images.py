@@ -388,12 +388,7 @@ REFUSED = {  # what of a call differs, and what is said
         "pixel_values holds",
     ),
     "grids of floats": (lambda docs: {"image_grid_thw": grids_of(docs).float()}, "image_grid_thw is tensor"),
-    "a grid with half a token": (
-        lambda docs: {"image_grid_thw": [[1, 1, 16], *grids_of(docs[1:]).tolist()]},
-        "image_grid_thw of image 0 is [1, 1, 16], and 2 by 2 patches make a token",
-    ),
     "a grid of nothing": ({"image_grid_thw": [[1, 0, 4]]}, "image_grid_thw is [[1, 0, 4]]"),
-    "lists of several lengths": ({"image_grid_thw": [[1, 2], [1]]}, "image_grid_thw is [[1, 2], [1]]"),
     "an image less": (
         lambda docs: {"image_grid_thw": docs[0].grids, "pixel_values": docs[0].pixels},
         "a row holds",

@@ -15,7 +15,7 @@ from image_models import (
     tower_of,
 )
 from test_wrappers import wrapped
-from tiny import DEVICE, error
+from tiny import error
 from transformers.models.pixtral import modeling_pixtral
 
 from unsloth_pack import patch_model
@@ -79,14 +79,10 @@ def _zeros(row):
     row["pixel_values"][:, 1] = 0
 
 
-_SAID_OF_ZEROS = {  # pixels on a GPU are not looked at, which would wait for it: their number is wrong
-    "cpu": "image 1 of pixel_values is zeros, which the model takes for padding",
-    "cuda": "an image of zeros counts as padding",
-}
 REFUSED = {
     ("llava_onevision", "several images a document"): (
         without("batch_num_images"),
-        "batch_num_images is not given, it has to hold the number of images",
+        "batch_num_images is None, the number of images of every document",
     ),
     ("llava_onevision", "wrong counts"): (
         replaced("batch_num_images", lambda counts: counts.flip(0)),
@@ -94,7 +90,7 @@ REFUSED = {
     ),
     ("llava_onevision", "counts of floats"): (
         replaced("batch_num_images", lambda counts: counts.float()),
-        "one whole number a document, from 0",
+        "give whole numbers, as the model's processor makes them",
     ),
     ("llava_onevision", "a size less"): (
         replaced("image_sizes", lambda sizes: sizes[:-1]),
@@ -104,7 +100,7 @@ REFUSED = {
     ("mistral3", "no pixels"): (without("pixel_values"), "comes with images but no pixel_values"),
     ("mistral3", "sizes of nothing"): (
         replaced("image_sizes", lambda sizes: sizes * 0),
-        "[images, 2] whole numbers of pixels, from 1",
+        "give whole numbers, as the model's processor makes them",
     ),
     ("mistral3", "larger than its pixels"): (
         replaced("image_sizes", lambda sizes: sizes * 2),
@@ -119,7 +115,7 @@ REFUSED = {
         replaced("pixel_values", lambda pixels: pixels[0]),
         "give a tensor of 5 dimensions",
     ),
-    ("idefics3", "zeros"): (_zeros, _SAID_OF_ZEROS[DEVICE]),
+    ("idefics3", "zeros"): (_zeros, "an image of zeros counts as padding"),
     ("idefics3", "a mask alone"): (without("pixel_values"), "comes with images but no pixel_values"),
     ("idefics3", "a tile less"): (replaced("pixel_values", lambda pixels: pixels[:, 1:]), "a row holds"),
     ("internvl", "a tile less"): (replaced("pixel_values", lambda pixels: pixels[1:]), "a row holds"),
@@ -128,24 +124,20 @@ REFUSED = {
     ("internvl", "embeddings"): (_embeddings, "give input_ids"),
     ("gemma3", "another size"): (
         replaced("pixel_values", lambda pixels: pixels[:, :, :-4]),
-        "pixel_values is [3, 3, 12, 16], the tower takes images of 16 x 16",
+        "pixel_values is [3, 3, 12, 16], the tower takes images of [16, 16]",
     ),
     ("gemma3", "an image less"): (replaced("pixel_values", lambda pixels: pixels[1:]), "a row holds"),
     ("gemma3", "types of others"): (
         replaced("token_type_ids", lambda types: types.roll(1, 1)),
-        "token_type_ids of token 1 is not 1, its id is that of an image",
+        "token_type_ids of token 1 does not fit its id",
     ),
     ("gemma3", "types without images"): (
         replaced("token_type_ids", lambda types: types * 0 + 1),
-        "token_type_ids of token 0 is 1, its id is not that of an image",
+        "token_type_ids of token 0 does not fit its id",
     ),
     ("gemma3", "types of some"): (
         replaced("token_type_ids", lambda types: types[:, 1:]),
-        "token_type_ids is [1, 20], the input ids [1, 21]",
-    ),
-    ("gemma3", "types of a list"): (
-        replaced("token_type_ids", lambda types: types.tolist()),
-        "token_type_ids is list",
+        "token_type_ids is no tensor of one number a token",
     ),
     ("gemma3", "a document ends inside an image"): (_cut, "document 0 of a row ends inside image 0"),
     ("gemma3", "videos"): (

@@ -3,6 +3,7 @@
 Shapes: B rows of T tokens, N tokens of the packed row, V of them stand for images, C features.
 """
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
 
     Raises:
         InputError: videos; pixels without their description, or the reverse; wrong numbers, or numbers of
-            other pixels; images that the model would leave out.
+            other pixels.
     """
     if others := [name for name in name_images(rest) if name != PIXELS]:
         raise InputError(f"a packed row comes with {others[0]}; only images are packed, as {PIXELS}")
@@ -63,9 +64,8 @@ def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
     arguments = {name: value for name in spec.arguments if (value := rest.pop(name, None)) is not None}
     if pixels is None and not arguments:
         return None
-    needed = (PIXELS, *spec.needed)
     present = arguments if pixels is None else arguments | {PIXELS: pixels}
-    if missing := [name for name in needed if name not in present]:
+    if missing := [name for name in (PIXELS, *spec.needed) if name not in present]:
         raise InputError(f"a packed row comes with images but no {missing[0]}; give both, or neither")
     if not isinstance(pixels, Tensor) or pixels.ndim not in spec.dimensions:
         shape = list(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -73,18 +73,30 @@ def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
         raise InputError(
             f"{PIXELS} is {shape}; give a tensor of {wanted} dimensions, as the model's processor makes it"
         )
+    for name, columns in ((spec.grid, (3,)), (spec.sizes, (2,)), (spec.of_documents, ())):
+        if name in arguments:
+            arguments[name] = _read_whole_numbers(name, arguments[name], columns)
     if spec.grid is not None:
-        arguments[spec.grid] = _read_grids(spec.grid, arguments[spec.grid], pixels)
-    if spec.sizes is not None:
-        arguments[spec.sizes] = _read_sizes(spec.sizes, arguments[spec.sizes], pixels, max(spec.dimensions))
-    if (name := spec.of_documents) in arguments:
-        assert name is not None
-        arguments[name] = _read_whole_numbers(
-            name, arguments[name], (), "one whole number a document, from 0", least=0
-        )
-    if spec.drops_zeros and pixels.device.type == "cpu" and len(pixels) == 1:
-        _refuse_zeros(pixels)
+        _refuse_other_number(pixels, "patches", spec.grid, sum(map(math.prod, arguments[spec.grid])))
+    elif spec.sizes is not None and pixels.ndim == max(spec.dimensions):
+        _refuse_other_number(pixels, "images", spec.sizes, len(arguments[spec.sizes]))
     return Images(pixels, arguments)
+
+
+def _refuse_other_number(pixels: Tensor, what: str, name: str, number: int) -> None:
+    if number != len(pixels):
+        problem = f"{PIXELS} holds {len(pixels)} {what}, {name} {number}"
+        raise InputError(f"{problem}; give those of the same images")
+
+
+def _read_whole_numbers(name: str, value: Any, columns: tuple[int, ...]) -> list[Any]:
+    """List `[images, *columns]` whole numbers, at least 1, or counts `[documents]`, at least 0."""
+    array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    is_right = array.ndim == 1 + len(columns) and array.shape[1:] == columns and array.dtype.kind in "iu"
+    if not is_right or (array < len(columns)).any():
+        problem = f"{name} is {reprlib.repr(value)}"
+        raise InputError(f"{problem}; give whole numbers, as the model's processor makes them")
+    return array.astype(np.int64).tolist()
 
 
 def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
@@ -94,8 +106,9 @@ def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
         InputError: the tower does not take images of this size, or the tiles are those of other images.
     """
     tower = base.get_submodule(spec.tower)
-    if spec.side is not None:
-        _refuse_other_sides(images.pixels, getattr(tower.config, spec.side))
+    sides = [] if spec.side is None else [getattr(tower.config, spec.side)] * 2
+    if sides and [*images.pixels.shape[-2:]] != sides:
+        raise InputError(f"{PIXELS} is {[*images.pixels.shape]}, the tower takes images of {sides}")
     device = next(tower.parameters()).device
     pixels = images.pixels.to(device, tower.dtype)
     if spec.grid is not None:
@@ -110,10 +123,8 @@ def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
     except RuntimeError as error:
         if "split_sizes" not in str(error):
             raise
-        raise InputError(
-            f"{PIXELS} holds {len(pixels)} tiles, images of the given sizes have others; give those of the "
-            "same images, whole"
-        ) from error
+        problem = f"{PIXELS} holds {len(pixels)} tiles, images of the given sizes have others"
+        raise InputError(f"{problem}; give those of the same images, whole") from error
     parts = out.pooler_output
     if spec.alike:  # one tensor for all images, or for those of a row
         by_token = torch.cat([part.flatten(0, -2) for part in parts])
@@ -122,61 +133,6 @@ def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
     else:
         by_token, sizes = torch.cat(list(parts)), np.array([len(part) for part in parts])
     return Features(by_token, sizes, [])
-
-
-def _read_grids(name: str, value: Any, pixels: Tensor) -> list[list[int]]:
-    grids = _read_whole_numbers(name, value, (3,), "[images, 3] whole numbers of patches, from 1")
-    n_patches = sum(time * height * width for time, height, width in grids)
-    if n_patches != len(pixels):
-        raise InputError(
-            f"{PIXELS} holds {len(pixels)} patches, {name} {n_patches}; give those of the same images"
-        )
-    return grids
-
-
-def _read_sizes(name: str, value: Any, pixels: Tensor, dimensions: int) -> list[list[int]]:
-    sizes = _read_whole_numbers(name, value, (2,), "[images, 2] whole numbers of pixels, from 1")
-    if pixels.ndim == dimensions and len(sizes) != len(pixels):
-        raise InputError(
-            f"{PIXELS} holds {len(pixels)} images, {name} {len(sizes)}; give those of the same images"
-        )
-    return sizes
-
-
-def _read_whole_numbers(
-    name: str, value: Any, shape: tuple[int, ...], wanted: str, least: int = 1
-) -> list[Any]:
-    """List `[images, *shape]` whole numbers of a tensor, an array or lists.
-
-    Raises:
-        InputError: something else, or a number below `least`.
-    """
-    try:
-        array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
-    except ValueError:  # lists of several lengths
-        array = np.asarray(None)
-    is_right = array.ndim == 1 + len(shape) and array.shape[1:] == shape and array.dtype.kind in "iu"
-    if not is_right or (array < least).any():
-        raise InputError(f"{name} is {reprlib.repr(value)}; give {wanted}")
-    return array.astype(np.int64).tolist()
-
-
-def _refuse_other_sides(pixels: Tensor, side: int) -> None:
-    if pixels.shape[-2:] != (side, side):
-        raise InputError(
-            f"{PIXELS} is {list(pixels.shape)}, the tower takes images of {side} x {side}; give those that "
-            "the model's processor has made"
-        )
-
-
-def _refuse_zeros(pixels: Tensor) -> None:
-    is_zero = ~pixels.detach().flatten(2).any(dim=-1)[0]
-    if is_zero.any():
-        number = int(is_zero.nonzero()[0, 0])
-        raise InputError(
-            f"image {number} of {PIXELS} is zeros, which the model takes for padding and leaves out; give "
-            "the images of the row alone"
-        )
 
 
 def needs_dummy_image(model: Any, spec: VisionSpec) -> bool:
@@ -274,7 +230,6 @@ class FastVisionLM(FastCausalLM):
             return replace(row, visual=np.flatnonzero(is_placeholder), both_ways=spec.both_ways, _built={})
         merge = getattr(self.config.vision_config, spec.merge)
         patch_grids = np.array(images.arguments[spec.grid])
-        _refuse_parts_of_tokens(spec.grid, patch_grids, merge)
         token_grids = patch_grids // [1, merge, merge]
         located = RowImages.locate(is_placeholder, token_grids.prod(axis=1), row)
         if row.visual is not None and row.axes is not None:
@@ -291,16 +246,11 @@ class FastVisionLM(FastCausalLM):
         if types is None:
             return is_placeholder.cpu().numpy().reshape(-1)
         if not isinstance(types, Tensor) or types.shape != ids.shape:
-            actual = list(types.shape) if isinstance(types, Tensor) else type(types).__name__
-            raise InputError(f"{TOKEN_TYPES} is {actual}, the input ids {list(ids.shape)}; give one a token")
+            raise InputError(f"{TOKEN_TYPES} is no tensor of one number a token; leave it out")
         both = torch.stack([is_placeholder, types.to(ids.device) == 1]).cpu().numpy().reshape(2, -1)
-        differ = np.flatnonzero(both[0] != both[1])
-        if len(differ):
-            is_image = bool(both[0, differ[0]])
-            raise InputError(
-                f"{TOKEN_TYPES} of token {differ[0]} is {'not ' * is_image}1, its id is "
-                f"{'' if is_image else 'not '}that of an image; leave them out, or give 1 for image tokens"
-            )
+        if len(differ := np.flatnonzero(both[0] != both[1])):
+            problem = f"{TOKEN_TYPES} of token {differ[0]} does not fit its id"
+            raise InputError(f"{problem}; leave them out, or give 1 for image tokens alone")
         return both[0]
 
     def run_decoder(self, call: ForwardCall) -> Any:
@@ -333,12 +283,8 @@ class FastVisionLM(FastCausalLM):
         """Refuse encoded images that do not match the placeholder tokens of a row."""
         name = self.vision_spec.of_documents
         counts = images.arguments.get(name or "")
-        hint = ""
-        if name is not None:
-            state = "is not given" if counts is None else f"is {counts}"
-            hint = f"; {name} {state}, it has to hold the number of images of every document"
-        elif self.vision_spec.drops_zeros:
-            hint = "; an image of zeros counts as padding"
+        hint = "; an image of zeros counts as padding" if self.vision_spec.drops_zeros else ""
+        hint = hint if name is None else f"; {name} is {counts}, the number of images of every document"
         assert row.visual is not None
         by_document = images_by_document(row, row.visual, sizes, hint)
         if counts is not None and [n for n in counts if n] != [n for n in by_document if n]:
@@ -348,23 +294,12 @@ class FastVisionLM(FastCausalLM):
             )
 
 
-def _refuse_parts_of_tokens(name: str, patch_grids: np.ndarray, merge: int) -> None:
-    in_parts = (patch_grids[:, 1:] % merge).any(axis=1)
-    if in_parts.any():
-        image = int(np.flatnonzero(in_parts)[0])
-        raise InputError(
-            f"{name} of image {image} is {patch_grids[image].tolist()}, and {merge} by {merge} patches make "
-            "a token; give the grids that the model's processor has made"
-        )
-
-
 def _refuse_other_shapes(name: str, axes: np.ndarray, images: RowImages, token_grids: np.ndarray) -> None:
     """Refuse images whose tokens have positions of another shape."""
     ends = np.cumsum(images.sizes)
     shapes = (axes[:, images.places[ends - 1]] - axes[:, images.starts]).T + 1
-    differ = (shapes != token_grids).any(axis=1)
-    if differ.any():
-        image = int(np.flatnonzero(differ)[0])
+    if len(differ := np.flatnonzero((shapes != token_grids).any(axis=1))):
+        image = differ[0]
         raise InputError(
             f"{name} gives image {image} {token_grids[image].tolist()} tokens in time, height and width, its "
             f"positions are of {shapes[image].tolist()}; give the images of this very row, in their order"
@@ -372,9 +307,8 @@ def _refuse_other_shapes(name: str, axes: np.ndarray, images: RowImages, token_g
 
 
 def _refuse_other_axes(axes: np.ndarray, image_axes: np.ndarray) -> None:
-    differ = (axes != image_axes).any(axis=0)
-    if differ.any():
-        token = int(np.flatnonzero(differ)[0])
+    if len(differ := np.flatnonzero((axes != image_axes).any(axis=0))):
+        token = differ[0]
         raise InputError(
             f"position_ids of token {token} are {axes[:, token].tolist()} in time, height and width, those "
             f"of its images {image_axes[:, token].tolist()}; leave them out, or make them agree"
