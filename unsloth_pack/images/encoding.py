@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class WritingEncoder(Encoder):
 
     Args:
         write: returns the text with images. A change depends only on the text before it.
-        others: as for `Encoder`.
+        args, others: as for `Encoder`.
     """
 
     def __init__(self, *args: Any, write: Callable[[str], str], **others: Any):
@@ -42,26 +42,19 @@ class WritingEncoder(Encoder):
         rendered: Any = render_jinja_template(
             conversations, chat_template=template, return_assistant_tokens_mask=marked, **variables
         )
-        texts, answers = rendered
+        texts, spans = rendered
         encoding = tokenizer([*map(self._write, texts)], add_special_tokens=False, verbose=False)
         ids = encoding["input_ids"]
         if not marked:
             return {"input_ids": ids}
-        rows = enumerate(zip(texts, answers, strict=True))
-        masks = [self._mark_answers(encoding, number, text, spans) for number, (text, spans) in rows]
+        masks = [[0] * len(each) for each in ids]
+        for number, (text, answers) in enumerate(zip(texts, spans, strict=True)):
+            for begin, end in answers:  # as transformers marks them
+                first = encoding.char_to_token(number, len(self._write(text[:begin])))
+                last = encoding.char_to_token(number, len(self._write(text[:end])) - 1)
+                if first is not None and last is not None:
+                    masks[number][first : last + 1] = [1] * (last + 1 - first)
         return {"input_ids": ids, "assistant_masks": masks}
-
-    def _mark_answers(
-        self, encoding: Any, number: int, text: str, spans: Sequence[tuple[int, int]]
-    ) -> list[int]:
-        """Return 1 on the tokens of the answers in a text, as transformers does."""
-        marks = [0] * len(encoding["input_ids"][number])
-        for begin, end in spans:
-            first = encoding.char_to_token(number, len(self._write(text[:begin])))
-            last = encoding.char_to_token(number, len(self._write(text[:end])) - 1)
-            if first is not None and last is not None:
-                marks[first : last + 1] = [1] * (last + 1 - first)
-        return marks
 
 
 _ASKED, _ANSWERED = "a question 7", "an answer 7"
@@ -72,24 +65,22 @@ def renders_strings(tokenizer: Any) -> bool:
 
     Those of Idefics, SmolVLM and LLaVA render only lists of parts, and silently drop a string.
     """
-    texts = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
-    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
-    return _renders(tokenizer, texts) or not _renders(tokenizer, parts)
-
-
-def _renders(tokenizer: Any, turns: list[dict[str, Any]]) -> bool:
     from jinja2 import TemplateError
 
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except (TemplateError, *TEMPLATE_REFUSALS):
-        return False
-    return _ASKED in text and _ANSWERED in text
+    def renders(turns: list[dict[str, Any]]) -> bool:
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except (TemplateError, *TEMPLATE_REFUSALS):
+            return False
+        return _ASKED in text and _ANSWERED in text
+
+    texts = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    return renders(texts) or not renders(parts)
 
 
 Overlong = Literal["error", "truncate", "drop", "shrink"]
 _NO_LIMIT = 2**31 - 1
-_TOO_LONG_TEXT = "a document that is too long with the smallest images"
 
 # Maps ids and labels `[n]` to labels `[n]`; labels of -100 stay -100
 Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -219,14 +210,13 @@ class VisionEncoder:
             raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
         self.token_ids = ImageTokenIds(tokens, tokenizer, config)
         self.counts = VisionCounts()
-        self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
-        self._max_length, self._overlong = max_length, overlong
-        self._skip_broken, self._skip_overlong = skip_broken, skip_overlong
+        self._tokenizer, self._tokens, self._make_images = tokenizer, tokens, make_images
+        self._max_length, self._overlong, self._skip_overlong = max_length, overlong, skip_overlong
+        self._skip_broken, self._relabel, self._responses_only = skip_broken, relabel, responses_only
         self._folder = None if image_folder is None else Path(image_folder)
         self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
         if relabel is not None:
             self._learned = {"assistant": True}
-        self._tokenizer, self._responses_only = tokenizer, responses_only
         self._renders_strings = renders_strings(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
@@ -289,7 +279,7 @@ class VisionEncoder:
         except OverlongDocument:
             if not self._skip_overlong:
                 raise
-            length = len(ids) - len(images) + sum(image.tokens for image in images)
+            length = len(ids) - len(images) + _count_tokens(images)
             return VisionDocument(index, ids[:0], labels[:0], [], length)
         if document is None:
             self.counts.dropped += 1
@@ -304,7 +294,7 @@ class VisionEncoder:
         self.counts.documents += times
         self.counts.tokens += times * len(document.ids)
         self.counts.images += times * len(document.images)
-        self.counts.vision_tokens += times * sum(image.tokens for image in document.images)
+        self.counts.vision_tokens += times * _count_tokens(document.images)
 
     def _place(
         self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
@@ -319,20 +309,18 @@ class VisionEncoder:
         turns, n_prompt = with_parts(row.turns, everywhere=not self._renders_strings), len(row.prompt)
         columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
         columns = columns if n_prompt else {"messages": turns}
+        names = tuple(columns)
+        if names not in self._encoders:
+            options: dict[str, Any] = {"max_length": _NO_LIMIT, "responses_only": self._responses_only}
+            kind: type[Encoder] = Encoder
+            if self._tokens.in_template:
+                kind, options["write"] = WritingEncoder, self._tokens.with_placeholders
+            self._encoders[names] = kind(self._tokenizer, names, True, chat_template=None, **options)
         batch = {name: [value] for name, value in (columns | row.beside).items()}
-        encoded = self._get_encoder(tuple(columns))(batch, range(row.index, row.index + 1))
+        encoded = self._encoders[names](batch, range(row.index, row.index + 1))
         self._check(row, encoded.ids)
         labels = encoded.labels if self._relabel is None else self._relabel(encoded.ids, encoded.labels)
         return encoded.ids, labels
-
-    def _get_encoder(self, columns: tuple[str, ...]) -> Encoder:
-        if columns not in self._encoders:
-            options: dict[str, Any] = {"max_length": _NO_LIMIT, "responses_only": self._responses_only}
-            kind: Any = Encoder
-            if self._tokens.in_template:
-                kind, options["write"] = WritingEncoder, self._tokens.with_placeholders
-            self._encoders[columns] = kind(self._tokenizer, columns, True, chat_template=None, **options)
-        return self._encoders[columns]
 
     def _check(self, row: ImageRow, ids: np.ndarray) -> None:
         """Refuse ids whose image tokens do not match the row's images."""
@@ -341,9 +329,7 @@ class VisionEncoder:
         if {placeholders, *around} != {n_images} or reserved:
             problem = f"{n_images} images, and the chat template writes {placeholders} placeholders"
             if placeholders == n_images:
-                problem = f"{n_images} images, and {around[0]} starts and {around[-1]} ends of images"
-            if {placeholders, *around} == {n_images}:
-                problem = f"{reserved} tokens that stand for a video or within an image"
+                problem = f"{n_images} images, and other numbers of starts, ends or tokens of videos"
             remedy = "use the model's own chat template, and no tokens of images in texts or tools"
             fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
 
@@ -352,7 +338,7 @@ class VisionEncoder:
     ) -> VisionDocument | None:
         """Fit the document into `max_length` tokens; None if it is dropped."""
         text = len(ids) - len(images)
-        length = text + sum(image.tokens for image in images)
+        length = text + _count_tokens(images)
         limit, saved = self._max_length or length, 0
         if length > limit:
             if self._overlong == "drop":
@@ -361,7 +347,7 @@ class VisionEncoder:
                 self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
             if self._overlong == "shrink":
                 images = self._shrink(row, images, limit - text, length)
-                saved = length - text - sum(image.tokens for image in images)
+                saved = length - text - _count_tokens(images)
                 self.counts.shrunk += 1
         image_ids = [self.token_ids.encode(image.cut) for image in images]
         ids, places, is_vision = self.token_ids.expand(ids, image_ids)
@@ -384,14 +370,13 @@ class VisionEncoder:
 
         def shrink(image: PlacedImage, most_tokens: int) -> PlacedImage:
             most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
-            size = (image.height, image.width)
-            small = self._place(image.source, image.of_document, most, size)
+            small = self._place(image.source, image.of_document, most, (image.height, image.width))
             return small if small.tokens < image.tokens else image
 
         def find_bottom(image: PlacedImage) -> int:
             """Return the smallest limit that leaves `least` tokens: rounding leaves fewer than the limit."""
-            target, limits = min(least, image.cut.tokens), range(1, top)
-            return 1 + bisect_left(limits, target, key=lambda limit: shrink(image, limit).cut.tokens)
+            target = min(least, image.cut.tokens)
+            return 1 + bisect_left(range(1, top), target, key=lambda most: shrink(image, most).cut.tokens)
 
         bottoms = [find_bottom(image) if least > 1 else 1 for image in images]
 
@@ -399,24 +384,23 @@ class VisionEncoder:
             pairs = zip(images, bottoms, strict=True)
             return [shrink(image, max(most_tokens, bottom)) for image, bottom in pairs]
 
-        low, high = 0, top if images else 0
-        while low < high:  # bisect the limit of tokens an image
-            middle = (low + high + 1) // 2
-            if sum(image.tokens for image in limit_all(middle)) <= room:
-                low = middle
-            else:
-                high = middle - 1
-        if not low and not self._skip_overlong:
+        limits = range(1, top + 1 if images else 1)
+        largest = bisect_right(limits, room, key=lambda limit: _count_tokens(limit_all(limit)))
+        if not largest and not self._skip_overlong:
             remedy = f"raise max_seq_length, {'lower min_pixels, ' if least > 1 else ''}or remove the row"
-            self._refuse(row, length, remedy, _TOO_LONG_TEXT)
-        return limit_all(max(low, 1))
+            self._refuse(row, length, remedy, "a document that is too long with the smallest images")
+        return limit_all(max(largest, 1))
 
     def _refuse(
         self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
-    ) -> None:
+    ) -> NoReturn:
         lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
         turns = [turn.get("content") for turn in row.turns]
         try:
             fail(row.index, row.column, f"{problem} ({lengths})", turns, remedy)
         except InputError as error:
             raise OverlongDocument(str(error)) from None
+
+
+def _count_tokens(images: Iterable[PlacedImage]) -> int:
+    return sum(image.tokens for image in images)

@@ -244,17 +244,15 @@ class ImageDocumentMaker(SpanMaker):
 
 
 def _join_documents(documents: list[VisionDocument]) -> Encoded:
-    kept = np.array([len(document.ids) for document in documents], np.int64)
-    masked = np.array([(document.labels == IGNORE_INDEX).sum() for document in documents], np.int64)
-    counted = np.array([(document.labels[1:] != IGNORE_INDEX).sum() for document in documents], np.int64)
+    ids, labels = ([document.ids for document in documents], [document.labels for document in documents])
     nothing = np.zeros(0, np.int32)
     return Encoded(
-        ids=np.concatenate([nothing, *(document.ids for document in documents)]),
-        labels=np.concatenate([nothing, *(document.labels for document in documents)]),
+        ids=np.concatenate([nothing, *ids]),
+        labels=np.concatenate([nothing, *labels]),
         read=np.array([document.read for document in documents], np.int64),
-        kept=kept,
-        masked=masked,
-        counted=counted,
+        kept=np.array([*map(len, ids)], np.int64),
+        masked=np.array([(each == IGNORE_INDEX).sum() for each in labels], np.int64),
+        counted=np.array([(each[1:] != IGNORE_INDEX).sum() for each in labels], np.int64),
         rerendered=np.zeros(len(documents), bool),
     )
 
