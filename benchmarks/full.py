@@ -210,7 +210,7 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
     if OURS.get(peer) is not None:
         from unsloth_pack.training.trainer import RunTrainer as kind
     if "masters_on_host" in options:
-        from unsloth_pack.training.cpu_master_weights import check_host_memory
+        from unsloth_pack.training.optimizers import check_host_memory
 
         check_host_memory(model)
     seen: dict[str, Any] = {}

@@ -59,7 +59,7 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from unsloth_pack.patching.trainer_hooks import deferred_logging
+    from unsloth_pack.patching import deferred_logging
 
     on_gpu = torch.cuda.is_available()
     model, tokenizer = load("ours", case, folder)

@@ -17,7 +17,7 @@ from unsloth_pack.training.trainer import make_trainer, sft_config
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
 HOOKS = "unsloth_pack.patching.trainer_hooks"
 TRLS_OWN, ON_A_GPU = f"{HOOKS}.deferred_logging.replaces_loss", f"{HOOKS}.deferred_logging.is_on_gpu"
-NOT_FLAT = f"{HOOKS}.optimizer.why_not_flat"
+NOT_FLAT = f"{HOOKS}.why_not_flat"
 
 
 def rows(packed, seed=0):

@@ -15,8 +15,8 @@ from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.packed_row import describe
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.patching.trainer_hooks.deferred_logging import LogLine
-from unsloth_pack.patching.trainer_hooks.prefetch import RowCollator
+from unsloth_pack.patching.deferred_logging import LogLine
+from unsloth_pack.patching.trainer_hooks import RowCollator
 from unsloth_pack.training.trainer import make_trainer, row_collator, sft_config
 
 LENGTHS = [5, 1, 9, 3]

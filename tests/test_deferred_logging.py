@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from trl import SFTTrainer
 
 from unsloth_pack import patch_model
-from unsloth_pack.patching.trainer_hooks import deferred_logging, prefetch
-from unsloth_pack.patching.trainer_hooks.deferred_logging import LogLine
+from unsloth_pack.patching import deferred_logging, trainer_hooks
+from unsloth_pack.patching.deferred_logging import LogLine
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
 ON_THE_HOST = {"check_labels", "check_head", "count", "pinned", "leave_out"}
@@ -55,7 +55,7 @@ class Reads(TrainerCallback):
 @both_trainers
 def test_no_step_waits(make, waits, packed, accumulation, tmp_path, monkeypatch):
     """Under TRL's own loss every step does."""
-    monkeypatch.setattr(prefetch.PrefetchCallback, "on_optimizer_step", lambda *_, **__: None)  # on the host
+    monkeypatch.setattr(trainer_hooks.PatchedTraining, "on_optimizer_step", lambda *_, **__: None)
     if waits:
         monkeypatch.setattr(runs.TRLS_OWN, lambda trainer: False)
     make(tmp_path, packed, reads := Reads(), accumulation=accumulation).train()

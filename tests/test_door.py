@@ -25,7 +25,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.losses.head import LabelledHead
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row import describe
-from unsloth_pack.patching.trainer_hooks import prefetch
+from unsloth_pack.patching import trainer_hooks
 from unsloth_pack.training.trainer import _loss_needs_cuda
 
 LENGTHS = [5, 1, 9, 3]
@@ -93,7 +93,7 @@ def test_trls_trainer_describes_a_row_once(
 ):
     """In the loader, if the collator is TRL's."""
     if not by_loader:
-        monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)
+        monkeypatch.setattr(trainer_hooks, "is_trls", lambda collate: False)
     trainer = sft(patched(adapter=adapter), tmp_path, gradient_accumulation_steps=1, num_train_epochs=2)
     trainer.train()
     assert len(described) == (0 if by_loader else 2 * len(trainer.train_dataset))
@@ -390,7 +390,7 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
     tmp_path, no_chunked_head, described, monkeypatch
 ):
     """And keeps its own head when the patch is undone."""
-    monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)  # so that the model describes every row
+    monkeypatch.setattr(trainer_hooks, "is_trls", lambda collate: False)  # the model describes every row
     model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY)
     trainer = sft(model, tmp_path, gradient_accumulation_steps=1, max_steps=2, num_train_epochs=1)
     its_own = vars(base_of(model))["forward"]
@@ -402,7 +402,7 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
 
 
 def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described, monkeypatch):
-    monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)  # so that the model describes every row
+    monkeypatch.setattr(trainer_hooks, "is_trls", lambda collate: False)  # the model describes every row
     model = patched(adapter=False)
     for number in range(2):
         trainer = sft(model, tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)

@@ -14,8 +14,8 @@ from trl import SFTTrainer
 
 from unsloth_pack import patch_model
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
-from unsloth_pack.patching.trainer_hooks import optimizer
-from unsloth_pack.patching.trainer_hooks.optimizer import why_not_flat
+from unsloth_pack.patching import trainer_hooks
+from unsloth_pack.patching.trainer_hooks import why_not_flat
 
 FUSED = {"optim": "adamw_torch_fused", "weight_decay": 0.1}
 LORA = LoraConfig(target_modules=["q_proj"])
@@ -138,7 +138,7 @@ def test_what_is_left_alone(change, why, tmp_path, monkeypatch):
     if change == "sharded by accelerate launch":
         trainer.is_fsdp_enabled = True
     if change == "sharded by hand":
-        monkeypatch.setattr(optimizer, "sharded_by", lambda model: "tensor parallelism")
+        monkeypatch.setattr(trainer_hooks, "sharded_by", lambda model: "tensor parallelism")
     assert why_not_flat(trainer.args, trainer.model) == why
     created = trainer.create_optimizer()
     assert not isinstance(created, FlatAdamW)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Adafactor
 
 from unsloth_pack import InputError, patch_model
-from unsloth_pack.training.cpu_master_weights import CpuMasterWeights, check_host_memory
-from unsloth_pack.training.optimizers import InBackward
+from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, check_host_memory
 
 LENGTHS = [33, 2, 60]
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -10,7 +10,7 @@ from tiny import tiny_model
 from torch.utils.data import Dataset as OfTorch
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-from unsloth_pack.patching.trainer_hooks.prefetch import PrefetchCallback, RowCollator
+from unsloth_pack.patching.trainer_hooks import PatchedTraining, RowCollator
 
 
 class Watch(TrainerCallback):
@@ -49,7 +49,7 @@ def watched(trainer, **options):
 
 
 def without_prefetching(monkeypatch):
-    monkeypatch.setattr(PrefetchCallback, "on_optimizer_step", lambda *_, **__: None)
+    monkeypatch.setattr(PatchedTraining, "on_optimizer_step", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -127,9 +127,7 @@ class Follows(OfTorch):
 @pytest.mark.parametrize("kind", ["plain", "of torch", "transformed", "workers", "not patched"])
 def test_where_nothing_is_loaded_ahead(kind, tmp_path, monkeypatch):
     numbers = []
-    monkeypatch.setattr(
-        f"{runs.HOOKS}.prefetch._PrefetchIterator.prefetch", lambda self, n: numbers.append(n)
-    )
+    monkeypatch.setattr(f"{runs.HOOKS}.PrefetchIterator.prefetch", lambda self, n: numbers.append(n))
     dataset = Dataset.from_list([{"input_ids": [*range(5)], "labels": [*range(5)]}] * 12)
     if kind == "of torch":
         dataset = Follows()

@@ -83,7 +83,7 @@ def test_masters_keep_updates_that_bfloat16_loses(train, model, tmp_path):
 
 def test_an_update_that_is_not_finite_is_left_out_as_a_whole(train, data, tmp_path, monkeypatch):
     """Its loss is infinite, which is known before the backward pass."""
-    from unsloth_pack.patching.trainer_hooks import deferred_logging
+    from unsloth_pack.patching import deferred_logging
 
     def broken(trainer, *arguments):
         loss, outputs = default_loss(trainer, *arguments)

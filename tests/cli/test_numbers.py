@@ -134,7 +134,7 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     ],
 )
 def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
-    from unsloth_pack.training.cpu_master_weights import leave_out
+    from unsloth_pack.training.nonfinite import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64))
     optimizer = kind([weight], lr=0.1, **options)
@@ -151,7 +151,7 @@ def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
 
 @pytest.mark.gpu
 def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
-    from unsloth_pack.training.cpu_master_weights import leave_out
+    from unsloth_pack.training.nonfinite import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)

@@ -72,35 +72,3 @@ def test_all_is_told_at_once(folder):
         ("learning_rates",),
         ("embedding_learning_rate",),
     ]
-
-
-def test_a_pattern_that_others_leave_nothing_for(folder):
-    """All of its modules are those of patterns before it, so that its rate would never apply."""
-    model = load_run_model(options(folder), {})
-    told = (
-        "learning_rates holds 'layers.0' after 'layers', by which all that it stands for has a rate; put "
-        "'layers.0' before, or leave it out"
-    )
-    for patterns, says in {
-        ("layers.0", "layers"): "",
-        ("lora_A", "q_proj", "lora_B"): "",
-        ("layers", "layers.0"): told,
-        ("lora_A", "layers", "layers.0"): told,
-    }.items():
-        asked = options(folder, learning_rates=dict.fromkeys(patterns, 1e-5))
-        early = refusal(check_names_of_modules, asked, folder)
-        assert early == refusal(check_rates, model, rates_of(asked)) == says
-    asked = options(folder, learning_rates={"lora_A": 1e-5, "lora_B": 1e-5, "layers": 1e-5})
-    both = "learning_rates holds 'layers' after 'lora_A' and 'lora_B', by which all"
-    assert both in refusal(check_rates, model, rates_of(asked))
-
-
-def test_a_rate_of_embeddings_that_patterns_replace(folder):
-    given = {"modules_to_save": "embed_tokens", "learning_rates": {"embed_tokens": 1e-5}}
-    asked = options(folder, **given, embedding_learning_rate=1e-4)
-    early = refusal(check_names_of_modules, asked, folder)
-    assert early == refusal(check_rates, load_run_model(options(folder, **given), {}), rates_of(asked))
-    assert early == (
-        "embedding_learning_rate is 0.0001, and learning_rates holds a rate for all that trains of "
-        "embeddings and head; leave out one of them"
-    )

@@ -17,7 +17,7 @@ from unsloth_pack.data.mixture import Part
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.patching.trainer_hooks.optimizer import why_not_flat
+from unsloth_pack.patching.trainer_hooks import why_not_flat
 from unsloth_pack.report.html import plot_lengths
 from unsloth_pack.report.metrics import MetricsFile, peak_memory
 from unsloth_pack.report.terminal import (

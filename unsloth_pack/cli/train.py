@@ -149,9 +149,8 @@ def _load_probed(prepared: "Prepared") -> Any:
     from unsloth_pack.patching.patch import patch_of
     from unsloth_pack.run.model import load_run_model, removed_if_refused
     from unsloth_pack.run.parameters import rates_of
-    from unsloth_pack.training.cpu_master_weights import check_host_memory
     from unsloth_pack.training.distributed import loaded_whole
-    from unsloth_pack.training.optimizers import check_rates
+    from unsloth_pack.training.optimizers import check_host_memory, check_rates
     from unsloth_pack.verification import probe
 
     with removed_if_refused(prepared.options), loaded_whole(prepared.config):
@@ -197,11 +196,11 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
 def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "StopOnSignal") -> "RunTrainer":
     from unsloth_pack.report.callbacks import MetricsCallback
     from unsloth_pack.run.parameters import rates_of
-    from unsloth_pack.training.checkpoints import DelayedSaves, EarlyStopping
+    from unsloth_pack.training.checkpoints import EarlyStopping
     from unsloth_pack.training.trainer import make_trainer
 
-    training, delay = prepared.options.training, prepared.options.output.save_delay_steps or 0
-    callbacks: list[Any] = [MetricsCallback(metrics), DelayedSaves(delay)]
+    training = prepared.options.training
+    callbacks: list[Any] = [MetricsCallback(metrics)]
     if training.early_stopping_patience:
         callbacks.append(EarlyStopping(training.early_stopping_patience))
     return make_trainer(
@@ -212,7 +211,7 @@ def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "St
         prepared.evaluation.rows if prepared.evaluation else None,
         [*callbacks, stop],
         rates=rates_of(prepared.options),
-        save_delay_steps=delay,
+        save_delay_steps=prepared.options.output.save_delay_steps or 0,
         optimizer_in_backward=training.optimizer_in_backward,
         masters_on_host=training.masters_on_host,
         image_rows=prepared.images.collator() if prepared.images else None,

@@ -61,7 +61,7 @@ from unsloth_pack.patching.report import (
     report_step,
 )
 from unsloth_pack.patching.towers import prepare_blocks, swap_tower
-from unsloth_pack.patching.trainer_hooks.install import HOOKS
+from unsloth_pack.patching.trainer_hooks import HOOKS
 
 logger = logging.getLogger("unsloth_pack")
 PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch

@@ -21,9 +21,9 @@ from unsloth_pack.modules import compile_patterns
 from unsloth_pack.run.from_adapter import adapted_by, adapted_by_options, modules_meant, saved_config
 from unsloth_pack.training.optimizers import (
     LearningRates,
-    check_patterns,
     check_rate_of_embeddings,
     check_rates,
+    check_rates_by_name,
 )
 
 
@@ -181,7 +181,7 @@ def check_names_of_rates(options: TrainOptions, model: Any, arguments: Mapping[s
     names = [*trained.names(model)]
     at_once(
         [
-            partial(check_patterns, [*rates.by_name], names),
+            partial(check_rates_by_name, rates, names),
             partial(check_rate_of_embeddings, rates, [name for name in names if name.startswith(of_ends)]),
         ]
     )

@@ -7,11 +7,10 @@ output_dir/
 """
 
 import json
-import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -32,31 +31,27 @@ from unsloth_pack.errors import RunStopped, first_line
 from unsloth_pack.training.counters import COUNTS_FILE, TokenCounts
 
 ASIDE = ".saving"
-# Written in this order by transformers; the state comes last.
-_PARTS = ("scheduler.pt", COUNTS_FILE)
 _ADAPTER = "adapter_model.safetensors"
 _MODEL_INDEX = "model.safetensors.index.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # written by transformers, FSDP2 and DeepSpeed
-_STATE = "trainer_state.json"
+_STATE = "trainer_state.json"  # the last that transformers writes
 STREAM_FILES = "stream_*.safetensors"  # where the stream of each process stood
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the most updates that is whole."""
-    whole = [path for path in _checkpoints(folder) if state_of(path) is not None]
-    return whole[-1] if whole else None
+    return next((path for path in reversed(_checkpoints(folder)) if state_of(path) is not None), None)
 
 
 def state_of(checkpoint: Path) -> dict[str, Any] | None:
     """The trainer's state in a checkpoint, or None if the checkpoint is not whole."""
-    parts = [checkpoint / name for name in _PARTS] + _weights(checkpoint)
     optimizers = [path for name in _OPTIMIZERS if (path := checkpoint / name).is_file()]
     random_states = [*checkpoint.glob("rng_state*.pth")]  # one of each process
     streams = [*checkpoint.glob(STREAM_FILES)]  # one of each process, if the data streams
-    if streams and len(streams) != len(random_states):
+    if not optimizers or not random_states or len(streams) not in (0, len(random_states)):
         return None
-    parts += [*optimizers, *random_states, *streams]
-    if not (optimizers and random_states and all(map(_is_whole, parts))):
+    parts = [checkpoint / "scheduler.pt", checkpoint / COUNTS_FILE, *_weights(checkpoint)]
+    if not all(map(_is_whole, [*parts, *optimizers, *random_states, *streams])):
         return None
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
@@ -101,20 +96,24 @@ def lost_a_process(error: BaseException) -> bool:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """By number of updates, whole or not."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return sorted(found, key=step_of)
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    return sorted(checkpoints, key=step_of)
 
 
 class WholeCheckpoints:
     """Saves checkpoints so that a kill or a full disk never leaves half of one.
 
-    Beside what the trainer writes, a checkpoint holds what has been trained on until then.
+    Beside the trainer's files, a checkpoint holds what has been trained on until then.
+
+    Attributes:
+        best: updates before the checkpoint that is to stay.
+        aside: where the trainer has to write in place of its folder, during a save.
     """
 
     def __init__(self, arguments: TrainingArguments, accelerator: Accelerator, counts: TokenCounts):
         self._arguments, self._accelerator, self._counts = arguments, accelerator, counts
-        self.best: int | None = None  # updates before the checkpoint that is to stay
-        self.aside: str | None = None  # where the trainer has to write in place of its folder, during a save
+        self.best: int | None = None
+        self.aside: str | None = None
 
     def save(self, folder: Path, step: int, write: Callable[[], None]) -> None:
         """Save a checkpoint and remove the oldest beyond `save_total_limit`. Every process has to call this.
@@ -138,10 +137,9 @@ class WholeCheckpoints:
             remove_folder(aside)
             if lost_a_process(error):
                 raise
-            raise RunStopped(
-                f"{name} could not be saved: {first_line(error) or type(error).__name__} "
-                f"({_free(folder)} free in {str(folder)!r})"
-            ) from error
+            free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free in {str(folder)!r}"
+            why = first_line(error) or type(error).__name__
+            raise RunStopped(f"{name} could not be saved: {why} ({free})") from error
         if self._arguments.should_save:
             self._remove_oldest(folder, aside)
 
@@ -167,19 +165,8 @@ class WholeCheckpoints:
         remove_folder(aside)
 
 
-def _free(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB"
-
-
-# When to save, which checkpoint is the best, and when to stop early.
-
-
 class DelayedSaves(TrainerCallback):
-    """Makes no checkpoint within the first updates. What stops a run comes later, and still makes one.
-
-    Args:
-        updates: of which none makes a checkpoint.
-    """
+    """Makes no checkpoint within the first `updates`. What stops a run comes later, and still makes one."""
 
     def __init__(self, updates: int):
         self.updates = updates
@@ -189,7 +176,7 @@ class DelayedSaves(TrainerCallback):
         return state.global_step < min(self.updates, state.max_steps)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         if self.is_early(state):
             control.should_save = False
@@ -202,26 +189,11 @@ class KeptBest(TrainerCallback):
     """
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         best = best_checkpoint(state, Path(str(args.output_dir)))
         if best is not None:
             state.best_model_checkpoint = str(best)
-
-
-@contextmanager
-def without_untrue_warning() -> Iterator[None]:
-    """Inside this context transformers does not say that the best checkpoint, see `KeptBest`, is gone."""
-    logger = logging.getLogger("transformers.trainer")
-
-    def is_true(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("The best checkpoint")
-
-    logger.addFilter(is_true)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_true)
 
 
 def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
@@ -229,25 +201,21 @@ def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
 
     The trainer's own record names the folder that the checkpoint was written in, before it was moved.
     """
-    found = folder / f"checkpoint-{state.best_global_step}"
-    return found if state.best_global_step and found.is_dir() else None
+    best = folder / f"checkpoint-{state.best_global_step}"
+    return best if state.best_global_step and best.is_dir() else None
 
 
 class EarlyStopping(EarlyStoppingCallback):
     """Ends a run after some evaluations without a better loss; a resumed run counts those before it too."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         self.early_stopping_patience_counter = _evaluations_without_a_better(vars(state))[0]
 
 
 def has_stopped_early(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was made where early stopping ended its run.
-
-    Args:
-        state: of the trainer, see `state_of`.
-    """
+    """Whether a checkpoint, of this trainer's state, was made where early stopping ended its run."""
     count, patience = _evaluations_without_a_better(state)
     return 0 < patience <= count
 

@@ -1,11 +1,11 @@
-"""What a run has trained on: seconds and tokens, in all the processes that it took."""
+"""Count what a run trains on, its memory, and the losses of evaluated documents, over all processes."""
 
 import gc
 import json
 import re
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unsloth_pack.memory.advice import MemoryUse
 
 COUNTS_FILE = "counts.json"  # in a checkpoint
+Count = Tensor | int  # a tensor may be on the device, and is not read before somebody asks
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,9 @@ class TokenCounts:
     def __init__(self) -> None:
         self._before = TokenCounter()  # by processes that have ended
         self._started: float | None = None
-        # Tensors on the device, perhaps, which are not read before somebody asks.
-        self._tokens: Any = 0
-        self._slots: Any = 0
-        self._counted: Any = 0
+        self._tokens: Count = 0
+        self._slots: Count = 0
+        self._counted: Count = 0
         self.broken_images = 0  # that this process has met
 
     @property
@@ -59,8 +62,8 @@ class TokenCounts:
         )
 
     @property
-    def tokens(self) -> Any:
-        """The tokens of `trained`; a tensor on the device, perhaps."""
+    def tokens(self) -> Count:
+        """The tokens of `trained`."""
         return self._before.tokens + self._tokens
 
     def _seconds(self) -> float:
@@ -75,21 +78,25 @@ class TokenCounts:
         finally:
             self._before, self._started = replace(self._before, seconds=self._seconds()), None
 
-    def add(self, batches: Sequence[dict[str, Any]], counted: Any, accelerator: Accelerator) -> None:
+    def add(self, batches: Sequence[dict[str, Any]], counted: Count | None, accelerator: Accelerator) -> None:
         """Add the micro-batches of an update, in all processes.
 
         Args:
             counted: tokens that the loss will be a mean of, in all processes; None if that is not known.
         """
-        slots: Any = [batch["input_ids"].numel() for batch in batches]
-        tokens: Any = [
-            batch["attention_mask"].sum() if "attention_mask" in batch else of_batch
-            for batch, of_batch in zip(batches, slots, strict=True)
-        ]
-        held: Any = (sum(tokens), sum(slots))
+        slots: Count = sum(batch["input_ids"].numel() for batch in batches)
+        tokens: Count = sum(
+            batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+            for batch in batches
+        )
         if accelerator.num_processes > 1:
-            held = accelerator.reduce(torch.stack([_on_device(x, accelerator.device) for x in held]))
-        self._tokens, self._slots = self._tokens + held[0], self._slots + held[1]
+            # Unlike a copy, filling a tensor does not wait for the device
+            both = [
+                x if isinstance(x, Tensor) else torch.full((), x, device=accelerator.device)
+                for x in (tokens, slots)
+            ]
+            tokens, slots = accelerator.reduce(torch.stack(both))
+        self._tokens, self._slots = self._tokens + tokens, self._slots + slots
         self._counted = self._counted + (0 if counted is None else counted)
 
     def save(self, checkpoint: Path) -> None:
@@ -101,35 +108,23 @@ class TokenCounts:
         self._before = TokenCounter(**json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8")))
 
 
-def _on_device(count: Any, device: torch.device) -> torch.Tensor:
-    """A count as a tensor there. Unlike a copy, filling it does not wait for the device."""
-    return count if isinstance(count, torch.Tensor) else torch.full((), count, device=device)
-
-
-# The memory of a run's micro-batches, for the advice when memory runs out.
-
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
 class MemoryWatch:
-    """The memory that the largest micro-batch took. Costs two look-ups a step on the host."""
+    """The memory that the largest micro-batch took, for advice when memory runs out."""
 
     def __init__(self) -> None:
-        self._tokens = 0  # of the micro-batch at hand
-        self._largest, self._peak = 0, 0  # tokens of the largest that went through, and bytes held until then
+        self._tokens = 0  # of the current micro-batch
+        self._largest, self._peak = 0, 0  # tokens of the largest that went through, and the bytes until then
 
     def begin(self, n_tokens: int) -> None:
-        """A micro-batch of so many tokens is about to be trained on."""
+        """Note that a micro-batch of so many tokens is about to be trained on."""
         self._tokens = n_tokens
 
     def end(self) -> None:
-        """It went through."""
+        """Note that it went through."""
         if self._tokens > self._largest:
             self._largest, self._peak = self._tokens, most_held()
 
-    def use_at(
-        self, error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> MemoryUse | None:
+    def use_at(self, error: BaseException, model: nn.Module, optimizer: Optimizer | None) -> MemoryUse | None:
         """The memory in use when `error` was raised; None outside training or without CUDA.
 
         The frames of `error` are cleared: they hold the activations.
@@ -137,22 +132,21 @@ class MemoryWatch:
         peak = most_held()
         traceback.clear_frames(error.__traceback__)
         gc.collect()
-        there, at_rest = device_memory()
-        if not (there and self._tokens and model.training):
+        available, at_rest = device_memory()
+        if not (available and self._tokens and model.training):
             return None
         if not (optimizer and optimizer.state):  # its two moments come with the first update
             at_rest += sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
         if self._largest:
-            return MemoryUse(there, at_rest, self._peak, self._largest, self._tokens)
-        return MemoryUse(there, at_rest, peak + _asked_for(error), self._tokens, self._tokens)
+            return MemoryUse(available, at_rest, self._peak, self._largest, self._tokens)
+        return MemoryUse(available, at_rest, peak + _failed_bytes(error), self._tokens, self._tokens)
 
 
 def device_memory() -> tuple[int, int]:
     """Bytes of the GPU that this process could have, and that it holds; 0 without one."""
     if not torch.cuda.is_available():
         return 0, 0
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
 
 
 def most_held() -> int:
@@ -160,7 +154,61 @@ def most_held() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def _asked_for(error: BaseException) -> int:
+def _failed_bytes(error: BaseException) -> int:
     """Bytes of the allocation that failed, as torch's message says."""
-    found = re.search(r"Tried to allocate ([\d.]+) ([KMG]iB)", str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
+    return int(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]]) if match else 0
+
+
+class DocumentLosses:
+    """The loss of every document of an evaluation under TRL's loss, whose own mean is over batches."""
+
+    def __init__(self) -> None:
+        self._batches: list[Tensor] = []  # each [2, documents], see `_document_losses`
+
+    def clear(self) -> None:
+        """Begin an evaluation."""
+        self._batches = []
+
+    @contextmanager
+    def noted(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+        """Inside this context the model is called once, with a batch, whose losses are kept."""
+        outputs: list[Any] = []
+        with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
+            yield
+        self._batches.append(_document_losses(outputs[0], inputs.get("position_ids")))
+
+    def means(self, rows: Dataset, prefix: str) -> dict[str, float]:
+        """Two means over the evaluation of all ranks, which batching, packing and the ranks do not change.
+
+        Args:
+            rows: the data set that was evaluated.
+            prefix: of the metrics' names.
+
+        Returns:
+            `{prefix}_loss`, over all counted tokens, and `{prefix}_sample_loss`, over the documents' means.
+        """
+        by_rank = gather_object([[batch.cpu() for batch in self._batches]])
+        in_order = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
+        # If the ranks cannot share out the rows evenly, the first rows come again at the end.
+        packed = "seq_lengths" in rows.column_names
+        documents: list[Sized] = rows.with_format(None)["seq_lengths"] if packed else []
+        n_documents = sum(map(len, documents)) if packed else len(rows)
+        sums, counts = torch.cat(in_order, dim=1)[:, :n_documents]
+        by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
+        return {f"{prefix}_loss": float(by_token), f"{prefix}_sample_loss": float(by_document)}
+
+
+def _document_losses(outputs: Any, position_ids: Tensor | None) -> Tensor:
+    """`[2, documents]` float64: the summed loss and the counted tokens of every document of a batch.
+
+    Args:
+        outputs: of TRL's loss; `log_probs` and `label_mask` are `[B, T - 1]`.
+        position_ids: `[1, T]`, restarting at every document; None if each row is one document.
+    """
+    per_token = torch.stack([-outputs.log_probs.double(), outputs.label_mask.double()])
+    if position_ids is None:
+        return per_token.sum(dim=-1)
+    document = (position_ids == 0).cumsum(dim=-1)[0, :-1] - 1
+    n_documents = int((position_ids == 0).sum())
+    return per_token.new_zeros(2, n_documents).index_add_(1, document, per_token[:, 0])

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 or DeepSpeed shards over the processes: trained, and saved as if they were whole.
+"""Train on several processes: FSDP2, DeepSpeed, and DDP with the gradients in one tensor.
 
 With FSDP2 every parameter is a `DTensor`, of which a process holds a part; hooks at the decoder layers gather
 a layer's parameters around its forward and its backward. ZeRO-3 does so at each module by itself, and leaves
@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, join
 from unsloth_pack.errors import InputError
-from unsloth_pack.modules import sharded_by
-from unsloth_pack.patching.patch import patch_of
 
 
 def use_fsdp_on_a_cpu(trainer: Trainer) -> None:
@@ -35,36 +34,9 @@ def use_fsdp_on_a_cpu(trainer: Trainer) -> None:
     trainer.is_fsdp_enabled = True
 
 
-def is_sharded(trainer: Trainer) -> bool:
-    """Whether FSDP2 or DeepSpeed trains."""
-    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-
-
-@contextmanager
-def settings_refused_in_one_line(trainer: Trainer) -> Iterator[None]:
-    """Inside this context, what DeepSpeed says against its settings is an `InputError`."""
-    try:
-        yield
-    except ValueError as error:
-        if not trainer.is_deepspeed_enabled:
-            raise
-        said = " ".join(str(error).split())
-        raise InputError(
-            f"DeepSpeed refuses its settings: {said}; correct the file", about="deepspeed"
-        ) from error
-
-
-def adapt_patch(trainer: Trainer) -> None:
-    """Tell the model's patch how its weights have been sharded, if they have."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    patch, how = patch_of(model), sharded_by(model)
-    if patch is not None and how is not None:
-        patch.adapt_to_sharding(how)
-
-
-def gathered(trainer: Trainer) -> dict[str, Tensor]:
+def gather_trained(trainer: Trainer) -> dict[str, Tensor]:
     """The trained parameters, whole, on the main process's CPU. Every process has to call this."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.is_fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         weights: dict[str, Any] = get_model_state_dict(model, options=options)
@@ -93,28 +65,26 @@ def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
         set_hf_deepspeed_config(settings)
 
 
-# Gradients averaged over the processes of DDP as one tensor.
-#
-# DDP copies each gradient into a bucket, exchanges full buckets during the backward pass, and copies the
-# gradients back. Those of an adapter are hundreds of small tensors, and a captured step makes all of them at
-# once, so that nothing hides the copies. They lie in one tensor, which is exchanged as it is. A large
-# adapter
-# stays with DDP: over a slow link its exchange takes longer than the copies, and is better hidden.
-
 # Of gradients. Not measured: models whose steps are captured have smaller adapters, as a rule
 _MOST_BYTES = 128 * 2**20
 
 
 class AveragedGradients:
-    """Takes the exchange of a small adapter's gradients over from DDP, if the optimizer is a `FlatAdamW`."""
+    """Takes the exchange of a small adapter's gradients over from DDP, if the optimizer is a `FlatAdamW`.
+
+    DDP copies each gradient into a bucket, exchanges full buckets during the backward pass, and copies the
+    gradients back. Those of an adapter are hundreds of small tensors, and a captured step makes all of them
+    at once, so that nothing hides the copies. They lie in one tensor, which is exchanged as it is. A large
+    adapter stays with DDP: over a slow link its exchange takes longer than the copies, and is better hidden.
+    """
 
     def __init__(self) -> None:
         self._takes_over = False
         self._optimizer: FlatAdamW | None = None  # of the micro-batch before
         self._is_small = False
 
-    def begin(self, model: Any, optimizer: Any) -> None:
-        """A micro-batch comes: DDP leaves its gradients to this process, as under `no_sync`.
+    def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Have DDP leave the gradients of a micro-batch to this process, as under `no_sync`.
 
         Args:
             model: as the trainer calls it.
@@ -123,22 +93,21 @@ class AveragedGradients:
         flat = _flat(optimizer)
         if flat is not self._optimizer:
             self._optimizer = flat
-            self._is_small = flat is not None and _bytes_of_gradients(flat) <= _MOST_BYTES
+            self._is_small = flat is not None and _count_bytes(flat) <= _MOST_BYTES
         self._takes_over = self._is_small and isinstance(model, DistributedDataParallel)
         if self._takes_over:
-            model.require_backward_grad_sync = False
+            vars(model)["require_backward_grad_sync"] = False
 
-    def average(self, optimizer: Any) -> None:
+    def average(self, optimizer: Optimizer | None) -> None:
         """Give every process the mean of all processes' gradients; before they are clipped.
 
         Raises:
             InputError: a weight got no gradient in this process.
         """
-        if not self._takes_over:
+        flat = _flat(optimizer)
+        if not self._takes_over or flat is None:
             return
-        flat: Any = _flat(optimizer)
-        weights = flat.flat_weights()
-        if weights:
+        if weights := flat.flat_weights():
             for weight in weights:
                 _average(weight.grad)
             return
@@ -154,7 +123,7 @@ class AveragedGradients:
 
 
 def _average_apart(gradients: Sequence[Tensor]) -> None:
-    """Gradients that do not lie in one tensor here, in the order in which they may lie in the others'."""
+    """Average gradients that are not one tensor here, in the order in which they may be one in others."""
     layout = FlatLayout([gradient.shape for gradient in gradients])
     ordered = [gradients[place] for place in layout.order]
     together = join(ordered)
@@ -163,17 +132,18 @@ def _average_apart(gradients: Sequence[Tensor]) -> None:
         gradient.copy_(part)
 
 
-def _bytes_of_gradients(optimizer: FlatAdamW) -> int:
+def _count_bytes(optimizer: FlatAdamW) -> int:
     return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
 
 
-def _flat(optimizer: Any) -> FlatAdamW | None:
+def _flat(optimizer: Optimizer | None) -> FlatAdamW | None:
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, FlatAdamW) else None
 
 
 @torch.no_grad()
-def _average(gradients: Tensor) -> None:
+def _average(gradients: Tensor | None) -> None:
     """Divide before the sum, as DDP does: in 16 bits the sum may be too large."""
+    assert gradients is not None
     gradients.div_(dist.get_world_size())
     dist.all_reduce(gradients)

@@ -6,27 +6,21 @@ searches for the documents that are to blame.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.modules import whole
-from unsloth_pack.patching.trainer_hooks.deferred_logging import (
-    DeferredLogging,
-    DeferredNumber,
-    LogLine,
-    can_line_wait,
-    is_line_due,
-    is_saved_or_last,
-)
-from unsloth_pack.training.cpu_master_weights import leave_out
-from unsloth_pack.training.distributed import is_sharded
+from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
+
+if TYPE_CHECKING:
+    from unsloth_pack.training.trainer import RunTrainer
 
 _MAX_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 _N_TOKENS_SHOWN = 12  # of a document, in a message
@@ -70,15 +64,36 @@ class NonFinite:
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.rows))
-        said = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
+        message = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
         if self.culprits is None:
-            return said
+            return message
         if self.has_diverged:
-            return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
+            return (
+                f"{message}, as is each of its {self.searched} documents by itself: the weights have diverged"
+            )
         if not self.culprits:
-            return f"{said}, and yet each of its {self.searched} documents is finite by itself"
+            return f"{message}, and yet each of its {self.searched} documents is finite by itself"
         documents = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
-        return f"{said}, because of {', '.join(documents)}"
+        return f"{message}, because of {', '.join(documents)}"
+
+
+def leave_out(optimizer: Any, parameters: Iterable[Tensor], is_bad: Tensor) -> None:
+    """Let the optimizer's next step do nothing for these parameters if `is_bad`, a bool on the device.
+
+    With an optimizer on CUDA that is not fused their gradients become zero, while momentum and weight decay
+    still act.
+    """
+    if is_bad.device.type == "cpu":  # there is nothing to wait for
+        if is_bad:
+            for parameter in parameters:
+                parameter.grad = None  # an optimizer skips weights without a gradient
+        return
+    if getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "found_inf"):
+        optimizer.found_inf = is_bad.float()
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.masked_fill_(is_bad, 0.0)
 
 
 class NonFiniteUpdates:
@@ -109,7 +124,7 @@ class NonFiniteUpdates:
         self._losses.append(loss)
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
-    def judge(self, trainer: Trainer, norm: Any) -> Any:
+    def judge(self, trainer: Trainer, norm: Tensor | float) -> Tensor | float:
         """Leave out this update if its losses or its gradients' `norm` are not finite; returns `norm`."""
         norm = whole(norm)
         total = torch.stack(self._losses).sum()
@@ -132,10 +147,10 @@ class NonFiniteUpdates:
         self._verdicts.clear()
         return list(steps), torch.stack(verdicts)
 
-    def handle(self, trainer: Any, step: int) -> None:
+    def handle(self, trainer: "RunTrainer", step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""
         rows = rows_of_update(trainer, step)
-        can_search = not is_sharded(trainer) and trainer.row_stream is None  # whose rows are gone by now
+        can_search = not trainer.is_sharded and trainer.row_stream is None  # whose rows are gone by now
         culprits = _search(trainer, rows) if can_search and self.left_out < _MAX_SEARCHES else (None, 0)
         update = NonFinite(step, rows, *culprits)
         self.left_out += 1
@@ -146,13 +161,10 @@ class NonFiniteUpdates:
             trainer.control.should_training_stop = trainer.control.should_save = True
 
 
-def rows_of_update(trainer: Any, step: int) -> list[int]:
-    """Return the rows of the training data that an update saw, from the sampler's seed.
+def rows_of_update(trainer: "RunTrainer", step: int) -> list[int]:
+    """Return the rows of the training data that an update, counted from 1, saw.
 
     Rows of a stream are numbered as they come, those of all processes together.
-
-    Args:
-        step: the update's number, from 1.
     """
     n_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size  # in an update
     if trainer.row_stream is not None:
@@ -168,18 +180,20 @@ def rows_of_update(trainer: Any, step: int) -> list[int]:
     return [row for batch in epoch_batches[update * n_batches : (update + 1) * n_batches] for row in batch]
 
 
-def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
+def _search(trainer: Trainer, rows: list[int]) -> tuple[list[Culprit], int]:
     """Return the documents of these rows that are not finite, and the number of all their documents."""
-    model = trainer.model
+    model: Any = trainer.model
+    dataset: Any = trainer.train_dataset
+    tokenizer: Any = trainer.processing_class
     was_training = model.training
     model.eval()
     culprits, searched = [], 0
     try:
         for row in rows:
-            for number, document in enumerate(_documents(trainer.train_dataset[row])):
+            for number, document in enumerate(_documents(dataset[row])):
                 searched += 1
-                if not _is_finite(trainer, model, document):
-                    text = trainer.processing_class.decode(document["input_ids"][:_N_TOKENS_SHOWN])
+                if not _is_finite(model, document):
+                    text = tokenizer.decode(document["input_ids"][:_N_TOKENS_SHOWN])
                     culprits.append(Culprit(row, number, text))
     finally:
         model.train(was_training)
@@ -187,25 +201,21 @@ def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
 
 
 def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
-    lengths = row.pop("seq_lengths", [len(row["input_ids"])])
     start = 0
-    for length in lengths:
+    for length in row.pop("seq_lengths", [len(row["input_ids"])]):
         yield {name: values[start : start + length] for name, values in row.items()}
         start += length
 
 
-def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool:
+def _is_finite(model: nn.Module, document: dict[str, list[int]]) -> bool:
     """Whether the loss and gradients of one document are finite with the current weights."""
-    columns = ("input_ids", "labels")
-    inputs = {name: torch.tensor([document[name]], device=trainer.args.device) for name in columns}
     trained = [p for p in model.parameters() if p.requires_grad]
+    columns = ("input_ids", "labels")
+    inputs = {name: torch.tensor([document[name]], device=trained[0].device) for name in columns}
     with torch.enable_grad():
         loss = model(**inputs, use_cache=False).loss
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     return all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
-
-
-# The log lines of a run name updates that are not finite.
 
 
 class RunLine(LogLine):
@@ -215,11 +225,11 @@ class RunLine(LogLine):
         left_out: the updates left out; once it is read.
     """
 
-    def __init__(self, trainer: Any, *numbers: Any):
+    def __init__(self, trainer: "RunTrainer", *numbers: Any):
         super().__init__(trainer, *numbers)
         self._steps, finite = trainer.finite_updates.take_verdicts()
         self._finite = HostCopy(finite)
-        self._tokens = DeferredNumber(trainer.counts.tokens)
+        self._all_tokens = copy_number(trainer.counts.tokens)
         self.left_out: list[int] = []
 
     def read(self, trainer: Any) -> dict[str, float]:
@@ -227,7 +237,7 @@ class RunLine(LogLine):
         finite = self._finite.read().tolist()
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
-            metrics["num_tokens"] = [self._tokens.read()]
+            metrics["num_tokens"] = [int(self._all_tokens.read())]
         return logs | ({"loss": math.nan} if self.left_out else {})
 
 
@@ -235,18 +245,7 @@ class RunLogging(DeferredLogging):
     """Writes every log line of a run, and searches for what made an update non-finite."""
 
     is_of_run = True
-
-    def log_update(self, trainer: Any, *numbers: Any) -> None:
-        self.write(trainer)
-        if is_saved_or_last(trainer):
-            trainer.control.should_log = True
-        if is_line_due(trainer):
-            can_wait = can_line_wait(trainer)
-            self.put_off(trainer, RunLine(trainer, *numbers))
-            if not can_wait:
-                trainer.store_flos()
-                self.write(trainer)
-        trainer.control.should_log = False
+    kind_of_line = RunLine
 
     def write(self, trainer: Any) -> LogLine | None:
         line = super().write(trainer)

@@ -6,27 +6,25 @@ TRL is not changed. Its own classes train a model just as well, with names and d
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import trl
-from datasets import Dataset
-from transformers import TrainingArguments
+from datasets import Dataset, IterableDataset
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from unsloth_pack.errors import InputError, require_real
+from unsloth_pack.training.optimizers import LearningRates, embedding_names, use_rates
 
-# What older TRL took as arguments of the trainer -> the field of the configuration
-_OF_CONFIG = {
-    "max_seq_length": "max_length",
-    "dataset_text_field": "dataset_text_field",
-    "dataset_num_proc": "dataset_num_proc",
-    "packing": "packing",
-    "dataset_kwargs": "dataset_kwargs",
-}
+# Fields of the configuration that older TRL took as arguments of the trainer
+_OF_CONFIG = ("max_seq_length", "dataset_text_field", "dataset_num_proc", "packing", "dataset_kwargs")
+FormattingFunc = Callable[[Any], Any]
+Rows: TypeAlias = Dataset | IterableDataset
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -77,14 +75,19 @@ class SFTTrainer(trl.SFTTrainer):
         model, args, kwargs: as in TRL.
 
     Raises:
-        InputError: two values for one argument.
+        InputError: two values for one argument, or no rows.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, *, tokenizer: Any = None, **kwargs: Any):
-        if tokenizer is not None and kwargs.get("processing_class", tokenizer) is not tokenizer:
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        args: TrainingArguments | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        if tokenizer is not None and kwargs.setdefault("processing_class", tokenizer) is not tokenizer:
             raise InputError("tokenizer and processing_class are both given; give one of them")
-        if tokenizer is not None:
-            kwargs["processing_class"] = tokenizer
         config = _configuration(args, {name: kwargs.pop(name) for name in _OF_CONFIG if name in kwargs})
         if config.max_length is None:
             config.max_length = getattr(model, "max_seq_length", None)
@@ -97,56 +100,69 @@ class SFTTrainer(trl.SFTTrainer):
         config.max_length = self._cut_at
 
     def _prepare_dataset(
-        self, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
-    ) -> Any:
+        self,
+        dataset: Rows,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+        args: trl.SFTConfig,
+        packing: bool,
+        formatting_func: FormattingFunc | None,
+        name: str,
+    ) -> Rows:
         config = copy.copy(args)
         config.max_length = self._cut_at
         rows = _rows_of_text(dataset, tokenizer, config, formatting_func)
         left = formatting_func if rows is dataset else None
         if isinstance(rows, Dataset):
             rows = _without_empty(rows, config.dataset_text_field, name)
-            if len(rows):
-                rows = super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
-            if not len(rows):
-                raise InputError(
-                    f"none of the {len(dataset)} rows of {name} data has a token to learn; raise max_length, "
-                    "or correct them"
-                )
-            return rows
-        return super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
+        if not isinstance(rows, Dataset) or len(rows):
+            rows = super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
+        if isinstance(rows, Dataset) and not len(rows):
+            raise InputError(
+                f"none of the {len(dataset)} rows of {name} data has a token to learn; raise max_length, "
+                "or correct them"
+            )
+        return rows
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """TRL's optimizer; embeddings with a learning rate of their own are a group of their own."""
-        optimizer = super().create_optimizer(*args, **kwargs)
         rate = getattr(self.args, "embedding_learning_rate", None)
-        if rate is not None:
-            _split_embeddings(optimizer, self.model, rate)
-        return optimizer
+        if rate is not None and self.optimizer is None:
+            model: Any = self.model
+            trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+            if not embedding_names(model) & trained:
+                raise InputError(
+                    f"embedding_learning_rate is {rate}, but no embedding is trained; give get_peft_model "
+                    "modules_to_save=['embed_tokens', 'lm_head'], or name them in target_modules"
+                )
+            use_rates(self, model, LearningRates(of_embeddings=rate))
+        return super().create_optimizer(*args, **kwargs)
 
 
 UnslothTrainer = SFTTrainer
 UnslothTrainingArguments = SFTConfig
 
 
-def _configuration(args: Any, given: dict[str, Any]) -> Any:
-    """A copy of `args` with what the trainer was given beside them."""
+def _configuration(args: TrainingArguments | None, more: Mapping[str, Any]) -> trl.SFTConfig:
+    """Copy `args` as a configuration, with `more` of the arguments of the trainer."""
     if args is None:
-        config: Any = SFTConfig(output_dir="trainer_output")
+        config: trl.SFTConfig = SFTConfig(output_dir="trainer_output")
     elif isinstance(args, trl.SFTConfig):
         config = copy.copy(args)
     elif isinstance(args, TrainingArguments):
-        taken = {each.name for each in fields(SFTConfig) if each.init}
-        kept = {name: value for name, value in args.to_dict().items() if name in taken}
-        config = SFTConfig(**kept | {"hub_token": args.hub_token})
+        names = {each.name for each in fields(SFTConfig) if each.init}
+        values = {name: value for name, value in args.to_dict().items() if name in names}
+        config = SFTConfig(**values | {"hub_token": args.hub_token})
     else:
         raise InputError(f"args is a {type(args).__name__}; give an SFTConfig or TrainingArguments")
-    for name, value in given.items():
+    for name, value in more.items():
         if value is not None:
-            setattr(config, _OF_CONFIG[name], value)
+            setattr(config, "max_length" if name == "max_seq_length" else name, value)
     return config
 
 
-def _rows_of_text(dataset: Any, tokenizer: Any, config: Any, formatting_func: Any) -> Any:
+def _rows_of_text(
+    dataset: Rows, tokenizer: Any, config: trl.SFTConfig, formatting_func: FormattingFunc | None
+) -> Rows:
     """Apply `formatting_func`, and remove the token from texts that the tokenizer puts before every text.
 
     Rows that TRL does not prepare, or refuses to, come back as they are.
@@ -185,51 +201,29 @@ def _without_empty(rows: Dataset, column: str, name: str) -> Dataset:
     return full
 
 
-def _begin_once(row: dict[str, Any], make: Any, columns: tuple[str, ...], token: str) -> dict[str, str]:
+def _begin_once(
+    row: dict[str, Any], make: FormattingFunc | None, columns: tuple[str, ...], token: str
+) -> dict[str, str]:
     texts = {columns[0]: make(row)} if make else {name: row.get(name) for name in columns}
     return {name: text.removeprefix(token) for name, text in texts.items() if isinstance(text, str)}
 
 
-def _takes_batches(function: Any, row: Mapping[str, Any]) -> bool:
+def _takes_batches(function: FormattingFunc, row: Mapping[str, object]) -> bool:
     """Whether a formatting function is one of batches, as Unsloth's: it makes two texts of a row given twice,
     and none of the row alone."""
     with suppress(Exception):  # a function of batches may fail on a row, and the other way round
         if isinstance(function(dict(row)), str):
             return False
     with suppress(Exception):
-        made = function({name: [value, value] for name, value in row.items()})
-        return isinstance(made, list) and len(made) == 2 and all(isinstance(text, str) for text in made)
+        texts = function({name: [value, value] for name, value in row.items()})
+        return isinstance(texts, list) and [*map(type, texts)] == [str, str]
     return False
 
 
-def _text_of(function: Any, takes_batches: bool, row: Mapping[str, Any]) -> str:
-    made = function({name: [value] for name, value in row.items()} if takes_batches else row)
-    if isinstance(made, list) and len(made) == 1:
-        (made,) = made
-    if not isinstance(made, str):
-        raise InputError(f"formatting_func returns a {type(made).__name__} for a row; return its text")
-    return made
-
-
-def _split_embeddings(optimizer: Any, model: Any, rate: float) -> None:
-    """Give the trained parameters of embeddings and head groups of their own.
-
-    Raises:
-        InputError: none of them is trained.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
-    chosen = {id(weight) for end in ends for weight in end.parameters() if weight.requires_grad}
-    if not chosen:
-        raise InputError(
-            f"embedding_learning_rate is {rate}, but no embedding is trained; give get_peft_model "
-            "modules_to_save=['embed_tokens', 'lm_head'], or name them in target_modules"
-        )
-    for group in list(optimizer.param_groups):
-        apart = [weight for weight in group["params"] if id(weight) in chosen]
-        rest = [weight for weight in group["params"] if id(weight) not in chosen]
-        if apart and rest:
-            group["params"] = rest
-            optimizer.add_param_group({**group, "params": apart, "lr": rate, "initial_lr": rate})
-        elif apart:  # a second `train()` gives the same optimizer
-            group["lr"] = group["initial_lr"] = rate
+def _text_of(function: FormattingFunc, takes_batches: bool, row: Mapping[str, object]) -> str:
+    text = function({name: [value] for name, value in row.items()} if takes_batches else row)
+    if isinstance(text, list) and len(text) == 1:
+        (text,) = text
+    if not isinstance(text, str):
+        raise InputError(f"formatting_func returns a {type(text).__name__} for a row; return its text")
+    return text

@@ -1,4 +1,4 @@
-"""TRL's trainer as a run uses it. What it is set up with is in `trl_setup.py`."""
+"""TRL's trainer and configuration as a run uses them, over rows that are already tokenised."""
 
 import logging
 import os
@@ -14,19 +14,27 @@ from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
+from unsloth_pack.modules import sharded_by
+from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.patching.trainer_hooks.deferred_logging import hand_over_metrics
-from unsloth_pack.patching.trainer_hooks.install import HOOKS
-from unsloth_pack.patching.trainer_hooks.optimizer import flattened
-from unsloth_pack.patching.trainer_hooks.prefetch import RowCollator
+from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import (
     DelayedSaves,
     KeptBest,
@@ -34,35 +42,17 @@ from unsloth_pack.training.checkpoints import (
     best_checkpoint,
     has_stopped_early,
     state_of,
-    without_untrue_warning,
 )
-from unsloth_pack.training.counters import MemoryWatch, TokenCounter, TokenCounts
-from unsloth_pack.training.cpu_master_weights import CpuMasterWeights
-from unsloth_pack.training.distributed import (
-    AveragedGradients,
-    adapt_patch,
-    gathered,
-    is_sharded,
-    settings_refused_in_one_line,
-    use_fsdp_on_a_cpu,
-)
-from unsloth_pack.training.evaluation import DocumentLosses
+from unsloth_pack.training.counters import DocumentLosses, MemoryWatch, TokenCounter, TokenCounts
+from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.nonfinite import NonFiniteUpdates, RunLogging
-from unsloth_pack.training.optimizers import InBackward, LearningRates, grouped
+from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
 from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
 
-# The configuration, collator and template of TRL's trainers for tokenised rows.
 
-
-def sft_config(
-    output_dir: str,
-    *,
-    padding_free: bool,
-    dtype: torch.dtype,
-    **arguments: Any,
-) -> SFTConfig:
+def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arguments: Any) -> SFTConfig:
     """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
 
     Args:
@@ -112,7 +102,7 @@ def _loss_needs_cuda() -> bool:
     return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
 
 
-def rows_of_an_update(config: SFTConfig) -> int:
+def rows_of_an_update(config: TrainingArguments) -> int:
     """Rows that one process sees between two updates of the weights."""
     return config.per_device_train_batch_size * config.gradient_accumulation_steps
 
@@ -132,8 +122,6 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
-# TRL does not know that a model is patched: silence its warnings, allow the head, prevent its cast.
-
 # TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
 # attention keeps documents apart with every backend,
 _UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
@@ -142,12 +130,12 @@ _UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with paddin
 
 
 @contextmanager
-def without_untrue_warnings(is_packed: bool) -> Iterator[None]:
-    logger = logging.getLogger("trl.trainer.sft_trainer")
-    untrue = (*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else []))
+def silenced(logger_name: str, *untrue: str) -> Iterator[None]:
+    """Inside this context a logger drops messages with one of these texts."""
+    logger = logging.getLogger(logger_name)
 
     def is_true(record: logging.LogRecord) -> bool:
-        return not any(said in record.getMessage() for said in untrue)  # `in`: it may begin with "[RANK 0]"
+        return not any(text in record.getMessage() for text in untrue)  # `in`: it may begin with "[RANK 0]"
 
     logger.addFilter(is_true)
     try:
@@ -157,7 +145,7 @@ def without_untrue_warnings(is_packed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def adapted_head_allowed(model: Any) -> Iterator[None]:
+def adapted_head_allowed(model: PreTrainedModel) -> Iterator[None]:
     """Inside this context TRL's trainer sees the layer below an adapter on the head.
 
     TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
@@ -176,7 +164,7 @@ def adapted_head_allowed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
-    """Inside this context TRL may set up a trainer; what trains beside LoRA's factors keeps its dtype.
+    """Inside this context TRL may set up a trainer; trained weights beside LoRA's keep their dtype.
 
     Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
     would no longer compute in the dtype of the layers around them.
@@ -194,43 +182,42 @@ class RunTrainer(SFTTrainer):
     What is overridden of TRL and transformers is overridden here, where the order of the steps can be read.
     Its parts do the work. It logs through the hooks that a patch installs on `SFTTrainer`, with `RunLogging`.
 
-        packed_sampler, None if rows are not packed    sampling.py
-        row_stream, None if rows do not stream         streaming.py
-        counts of seconds and tokens, memory_watch     counters.py
-        checkpoints, delayed_saves                     checkpoints.py
-        finite_updates, log lines                      nonfinite.py
-        averaged gradients, sharded weights            distributed.py
-        losses of documents, in evaluations            evaluation.py
-        rates of groups of weights, in_backward        optimizers.py
-        float32 master weights on the host             cpu_master_weights.py
-        image_rows, None if rows have no images        image_rows.py
+    Args:
+        row_stream: the rows, if they stream.
+        rates: of groups of weights.
+        save_delay_steps: updates at the beginning that make no checkpoint.
+        image_rows: the collator, if rows have images.
+        optimizer_in_backward: apply each gradient in the backward pass that makes it.
+        masters_on_host: keep float32 weights and the optimizer's state on the host.
+        callbacks, kwargs: of TRL's trainer.
     """
 
     def __init__(
         self,
-        *args: Any,
+        *,
         row_stream: RowStream | None = None,
         rates: LearningRates | None = None,
         save_delay_steps: int = 0,
         image_rows: ImageRowCollator | None = None,
         optimizer_in_backward: bool = False,
         masters_on_host: bool = False,
+        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
-        self.rates = rates or LearningRates()
+        self.row_stream, self.image_rows = row_stream, image_rows
+        self._rates = rates
         self._applies_in_backward, self._masters_on_host = optimizer_in_backward, masters_on_host
-        self.in_backward: InBackward | None = None  # once there is an optimizer
-        self.image_rows = image_rows
-        super().__init__(*args, **kwargs)
-        self.delayed_saves = DelayedSaves(save_delay_steps)
-        self.add_callback(KeptBest())
-        self.row_stream = row_stream
+        self._in_backward: InBackward | None = None  # once there is an optimizer
+        self._delayed = DelayedSaves(save_delay_steps) if save_delay_steps else None
+        first = [self._delayed] if self._delayed else []
+        super().__init__(callbacks=[*first, *callbacks, KeptBest()], **kwargs)
         trained: Any = self.model
+        patch = patch_of(trained)
         if image_rows is not None:
             self.data_collator = image_rows
-        elif patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
+        elif patch is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
-        if optimizer_in_backward and (patch := patch_of(trained)) is not None:
+        if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         self.packed_sampler = None
         if row_stream is not None:
@@ -242,7 +229,7 @@ class RunTrainer(SFTTrainer):
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.finite_updates = NonFiniteUpdates()
-        self._averaged = AveragedGradients()
+        self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
@@ -257,17 +244,16 @@ class RunTrainer(SFTTrainer):
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 or DeepSpeed trains."""
-        return is_sharded(self)
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """The trained parameters, whole, if the weights are sharded; see `gathered`."""
-        return gathered(self)
+        """The trained parameters, whole, if the weights are sharded; see `gather_trained`."""
+        return gather_trained(self)
 
     @property
     def rows_trained(self) -> int:
         """Rows that this process has trained on."""
-        arguments: Any = self.args
-        return self.state.global_step * rows_of_an_update(arguments)
+        return self.state.global_step * rows_of_an_update(self.args)
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from the beginning or from a whole checkpoint."""
@@ -281,16 +267,8 @@ class RunTrainer(SFTTrainer):
             return
         if state:  # a number of updates by now, not a share of them: transformers warns of a difference
             self.args.eval_steps = state["eval_steps"]
-        with without_untrue_warning():
+        with silenced("transformers.trainer", "The best checkpoint"):  # see `KeptBest`
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""
-        card = Path(str(self.args.output_dir)) / "README.md"
-        if card.is_symlink():
-            card.unlink(missing_ok=True)
-        if not card.exists():
-            super().create_model_card(*args, **kwargs)
 
     # Starting
 
@@ -299,107 +277,121 @@ class RunTrainer(SFTTrainer):
         use_fsdp_on_a_cpu(self)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with settings_refused_in_one_line(self):
+        try:
             prepared = super()._prepare_for_training(*args, **kwargs)
-        adapt_patch(self)
+        except ValueError as error:
+            if not self.is_deepspeed_enabled:
+                raise
+            message = " ".join(str(error).split())
+            raise InputError(
+                f"DeepSpeed refuses its settings: {message}; correct the file", about="deepspeed"
+            ) from error
+        model = self.accelerator.unwrap_model(self.model)
+        patch, how = patch_of(model), sharded_by(model)
+        if patch is not None and how is not None:
+            patch.adapt_to_sharding(how)
         return prepared
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.counts.load(Path(resume_from_checkpoint))
         if self.row_stream is not None:
             self.row_stream.load(Path(resume_from_checkpoint))
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         with HOOKS, self.counts.running():  # for a model that is not patched, too
             return super()._inner_training_loop(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
         """TRL's own reports its use over the network; this one does not."""
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> Any:
+        kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+        if "block_size" in options:  # of torchao's, which transformers leaves as text
+            options = {**options, "block_size": int(options["block_size"])}
+        return kind, options
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        if self.optimizer is None:
+            if self._rates:
+                use_rates(self, self.model if model is None else model, self._rates)
+            try:
+                self.optimizer = super().create_optimizer(model)
+            except ValueError as error:
+                raise InputError(
+                    f"optim {self.args.optim} refuses its options: {error}; correct optim_args",
+                    about="optim_args",
+                ) from error
+            if self._masters_on_host:
+                self.optimizer = CpuMasterWeights(self.optimizer)
+            if self._applies_in_backward:
+                self._in_backward = InBackward(self.optimizer)
+        return self.optimizer
+
     # An update
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader:
         if self.row_stream is None:
             return super().get_train_dataloader()
         size, pin = self.args.per_device_train_batch_size, self.args.dataloader_pin_memory
         return loader_of(self.row_stream, size, self.data_collator, self.accelerator.device, pin)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         if self.packed_sampler is None:
             return super()._get_train_sampler(train_dataset)
         return DealtInTurn(self.packed_sampler)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
         if self.image_rows is None:
             return inputs
         self.counts.broken_images += inputs.pop(BROKEN, 0)
         return self.image_rows.on_device(inputs)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         batches, counted = super().get_batch_samples(*args, **kwargs)
         self.counts.add(batches, counted, self.accelerator)
         return batches, counted
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.memory_watch.begin(inputs["input_ids"].numel())
-        self._averaged.begin(model, self.optimizer)
+        if self._averaged is not None:
+            self._averaged.begin(model, self.optimizer)
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)
         finally:
-            if self.in_backward is not None:
-                self.in_backward.end()
+            if self._in_backward is not None:
+                self._in_backward.end()
         loss = self.finite_updates.note_loss(loss)
         self.memory_watch.end()
         return loss
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.in_backward is not None and not return_outputs:
-            self.in_backward.begin(loss)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._in_backward is not None and not return_outputs:
+            self._in_backward.begin(loss)
         return loss
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        made_by, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
-        if "block_size" in options:  # of torchao's, which transformers leaves as text
-            options = {**options, "block_size": int(options["block_size"])}
-        return made_by, options
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None:
-            made: Any = self._optimizer_by_rates(model) if self.rates else super().create_optimizer(model)
-            self.optimizer = CpuMasterWeights(made) if self._masters_on_host else made
-            if self._applies_in_backward:
-                self.in_backward = InBackward(self.optimizer)
-        return self.optimizer
-
-    def _optimizer_by_rates(self, model: Any) -> Any:
-        trained: Any = self.model if model is None else model
-        with_decay = self.get_decay_parameter_names(trained)
-        groups: list[dict[str, Any]] = [
-            {"params": [], "weight_decay": self.args.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]
-        for name, parameter in trained.named_parameters():
-            if parameter.requires_grad:
-                groups[name not in with_decay]["params"].append(parameter)
-        made_by, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-        made = made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
-        return flattened(self, made)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self._averaged.average(self.optimizer)
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
+        if self._averaged is not None:
+            self._averaged.average(self.optimizer)
         return self.finite_updates.judge(self, super()._clip_grad_norm(model))
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        self._averaged.average(self.optimizer)
-        norm = super()._get_grad_norm(model) if self.in_backward is None else self.in_backward.norm()
+        if self._averaged is not None:
+            self._averaged.average(self.optimizer)
+        norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
         return self.finite_updates.judge(self, norm)
 
     # After an update
@@ -416,48 +408,49 @@ class RunTrainer(SFTTrainer):
             metrics["num_tokens"] = [self.trained.tokens]
         super().log(logs, *args, **kwargs)
 
-    # An evaluation
-
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: DataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
-    ) -> Any:
+    ) -> EvalLoopOutput:
         self._document_losses.clear()
-        outcome: Any = super().evaluation_loop(
+        output: Any = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        outcome.metrics.update(self._document_losses.means(dataloader.dataset, metric_key_prefix))
-        return outcome
+        output.metrics.update(self._document_losses.means(dataloader.dataset, metric_key_prefix))
+        return output
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, None, None]:
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, None, None]:
         with self._document_losses.noted(model, inputs):
             loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
         return loss, None, None
 
     # Saving
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         write = super()._save_checkpoint
         folder, step = Path(super()._get_output_dir(trial)), self.state.global_step
 
         def write_all() -> None:
             write(model, trial)
             if self.row_stream is not None:
-                self.row_stream.save(
-                    Path(self._get_output_dir(trial), f"checkpoint-{step}"), self.rows_trained
-                )
+                checkpoint = Path(self._get_output_dir(trial), f"checkpoint-{step}")
+                self.row_stream.save(checkpoint, self.rows_trained)
 
         self.checkpoints.best = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.checkpoints.save(folder, step, write_all)
 
-    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
-        if self.delayed_saves.is_early(self.state):  # no checkpoint will be there
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        if self._delayed is not None and self._delayed.is_early(self.state):  # no checkpoint will be there
             return False
         return super()._determine_best_metric(metrics, trial)
 
@@ -475,9 +468,17 @@ class RunTrainer(SFTTrainer):
             return super().save_model(output_dir, _internal_call)
         self._save(output_dir, state_dict=self.trained_weights())
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""
+        card = Path(str(self.args.output_dir)) / "README.md"
+        if card.is_symlink():
+            card.unlink(missing_ok=True)
+        if not card.exists():
+            super().create_model_card(*args, **kwargs)
+
 
 def make_trainer(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
     train_rows: Dataset | RowStream,
@@ -492,7 +493,9 @@ def make_trainer(
     if has_images:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
-    with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
+    untrue = [*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else [])]
+    silent = silenced("trl.trainer.sft_trainer", *untrue)
+    with silent, adapted_head_allowed(model), kept_in_own_dtype(model):
         trainer = RunTrainer(
             model=model,
             args=config,
@@ -500,7 +503,7 @@ def make_trainer(
             row_stream=stream,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
-            callbacks=list(callbacks),
+            callbacks=callbacks,
             **options,
         )
     trainer.remove_callback(PrinterCallback)

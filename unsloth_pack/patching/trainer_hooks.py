@@ -1,0 +1,389 @@
+"""Everything that a patch changes outside its model: callbacks of trainers and methods of classes.
+
+`METHODS` and `CALLBACKS` list it all. The last patch takes it back.
+
+Batches. TRL's collator describes packed rows by tensors, which the model would have to read back from the
+device; `RowCollator` describes them on the host. transformers asks for a batch once the last one is done. If
+anything in the step has waited for the device, it then waits for the batch. So the next batches are loaded
+as soon as an update is launched, in time that the host would spend waiting; no thread is needed. Workers load
+ahead by themselves.
+
+The optimizer. An adapter has hundreds of small weights. One by one they cost Python 4 to 6 ms an update of a
+0.5B model, in which the GPU computes for 16. So they are clipped and updated as one tensor, where that
+computes the same. Trainers have no callback for the norm of the gradients, and make the optimizer themselves.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from itertools import islice
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.trainer_callback import TrainerCallback
+
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
+from unsloth_pack.errors import InputError
+from unsloth_pack.layers.decoder import has_fast_decoder
+from unsloth_pack.memory.spare import GiveBackSpareMemory
+from unsloth_pack.modules import sharded_by
+from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
+from unsloth_pack.packed_row.labels import PaddedBatch, is_one_run_a_row, padding_has_labels
+from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
+from unsloth_pack.patching import deferred_logging, refusals
+from unsloth_pack.patching.deferred_logging import is_patched
+
+_CPU = torch.device("cpu")
+_COLUMN = "seq_lengths"
+_N_ROWS = 32  # to look for a row of several documents in
+# Stands for the rows of a stream, which must not be read early
+_EXAMPLE = {"input_ids": [0, 0, 0], "labels": [-100, -100, 0], _COLUMN: [1, 2]}
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class RowCollator:
+    """Add the `packed_row` of a batch, padded or not, to what TRL's collator returns.
+
+    It runs in the loader, in a worker's process if there are workers. A trainer leaves the row on the host
+    and passes it to the model, which then has nothing to read from the device.
+
+    Args:
+        collate: TRL's collator. The tensors by which it describes a row stay out of the batch, except
+            `position_ids`, from which TRL's trainer counts tokens.
+    """
+
+    def __init__(self, collate: Collate):
+        self.collate = collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = dict(self.collate(examples))
+        if "position_ids" not in batch:
+            return batch | _describe_padding(batch)
+        shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
+        description = {name: batch.pop(name) for name in ROW_KEYWORDS if name in batch}
+        row = describe_row(shape, _CPU, position_ids=batch["position_ids"], **description)
+        return batch | {"packed_row": row or PackedRow.of_lengths((shape[1],), _CPU)}
+
+
+def _describe_padding(batch: Mapping[str, Any]) -> dict[str, PaddedBatch]:
+    """Describe where a padded batch has tokens, unless the model has to look at it itself."""
+    real, labels = batch["attention_mask"].bool(), batch["labels"]
+    if not bool(real[:, 0].all()) or not is_one_run_a_row(real.numpy()):  # TRL pads on the right
+        return {}
+    if labels.shape != real.shape or padding_has_labels(labels, real, IGNORE_INDEX, is_shifted=False):
+        return {}
+    return {"packed_row": PaddedBatch.of_mask(real.numpy(), _CPU)}
+
+
+def is_trls(collate: object) -> bool:
+    """Whether a collator is TRL's own for language models, whose batches `RowCollator` knows."""
+    name = f"{type(collate).__module__}.{type(collate).__name__}"
+    return name == "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
+
+
+def check_collator(loader: Any) -> None:
+    """Refuse a collator that drops where the documents of packed rows end: the model sees its batches alone.
+
+    Raises:
+        InputError: the collator drops it, or `seq_lengths` is a column of something else.
+    """
+    for row in _packed_rows(getattr(loader, "dataset", None)):
+        documents = _document_lengths(loader.collate_fn, row)
+        if documents is None:
+            continue
+        if np.ndim(row[_COLUMN]) != 1:  # not a column that packing makes
+            n_tokens = len(row.get("input_ids", ()))
+            if documents not in ([], [n_tokens]):
+                raise InputError(
+                    f"train_dataset has the column {_COLUMN}, {row[_COLUMN]!r} in a row of {n_tokens} "
+                    "tokens; rename it: it means lengths of documents"
+                )
+            continue
+        lengths = [n for n in row[_COLUMN] if n]
+        # A collator may pad after them: TRL makes every pad token a document
+        if documents[: len(lengths)] != lengths:
+            raise InputError(
+                f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
+                "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
+                "default_data_collator"
+            )
+        return
+
+
+def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield rows whose `seq_lengths` name several documents or are no list; none of an unpacked data set."""
+    if isinstance(dataset, IterableDataset):
+        if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list
+            yield _EXAMPLE
+        return
+    for number in islice(range(len(dataset or ())), _N_ROWS):
+        row = dataset[number]
+        lengths = row.get(_COLUMN) if isinstance(row, Mapping) else None
+        if lengths is None:
+            return
+        if np.ndim(lengths) != 1 or sum(n > 0 for n in lengths) > 1:
+            yield row
+
+
+def _document_lengths(collate: Collate, row: Mapping[str, Any]) -> list[int] | None:
+    """Return the lengths of the documents that the model sees in this row's batch; None if unknown."""
+    try:
+        batch = collate([row])
+        if "packed_row" in batch:  # `RowCollator` and its like drop nothing
+            return None
+        names = (*ROW_KEYWORDS, "position_ids", "attention_mask")
+        arguments = {name: batch[name] for name in names if name in batch}
+        described = describe_row(tuple(batch["input_ids"].shape), _CPU, **arguments)
+    except Exception:  # the first step raises it with a better message
+        return None
+    if described is None:
+        return []
+    pairs = zip(described.lengths, described.is_padding, strict=True)
+    return [length for length, is_padding in pairs if not is_padding]
+
+
+class PrefetchIterator:
+    """An iterator that can load items before they are asked for."""
+
+    def __init__(self, batches: Iterator[Any]):
+        self._batches = batches
+        self._loaded: deque[Any] = deque()
+        self._error: Exception | None = None  # of the item after those loaded
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._loaded:
+            return self._loaded.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return next(self._batches)
+
+    def prefetch(self, n_batches: int) -> None:
+        """Load up to `n_batches`, or as many as there are. An error is raised when its batch is due."""
+        try:
+            while self._error is None and len(self._loaded) < n_batches:
+                self._loaded.append(next(self._batches))
+        except Exception as error:  # StopIteration too
+            self._error = error
+
+
+def _is_safe_to_read_early(dataset: Any) -> bool:
+    """Whether reading a row has no side effect: a data set of a user's may depend on the training so far."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(dataset, datasets.Dataset):
+        return False
+    return dataset.format["type"] != "custom"
+
+
+class PatchedTraining(TrainerCallback):
+    """Acts in the training of patched models: checks the collator, prefetches batches, reads no loss.
+
+    `logging_nan_inf_filter`, on by default, leaves losses that are not finite out of the logs. On a GPU it
+    reads each loss on the host before clipping and the optimizer are launched, so it is off while we train,
+    and such a loss is logged as it is.
+    """
+
+    def __init__(self) -> None:
+        self._batches: PrefetchIterator | None = None  # of this epoch
+        self._had_filter = False
+
+    def on_init_end(self, *_: object, **__: object) -> None:
+        HOOKS.replace_methods()  # a patch does not import TRL; it is imported by now
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **_: object,
+    ) -> None:
+        self._batches = None
+        if not has_fast_decoder(model):
+            return
+        check_collator(train_dataloader)
+        if deferred_logging.is_on_gpu(args):
+            self._had_filter |= args.logging_nan_inf_filter  # still so after training that ended in an error
+            args.logging_nan_inf_filter = False
+        # accelerate's loader moves the batches of this one
+        loader: Any = getattr(train_dataloader, "base_dataloader", None)
+        if type(loader) is not DataLoader or args.n_gpu > 1:
+            return
+        if is_trls(loader.collate_fn):
+            loader.collate_fn = RowCollator(loader.collate_fn)
+        if loader.pin_memory:
+            train_dataloader._non_blocking = True
+        if loader.num_workers == 0 and _is_safe_to_read_early(loader.dataset):
+            iterate = loader.__iter__
+
+            def begin_epoch() -> Iterator[Any]:
+                self._batches = PrefetchIterator(iterate())
+                return self._batches
+
+            vars(loader)["__iter__"] = begin_epoch  # accelerate calls it by this name
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self._batches is not None and state.global_step + 1 < state.max_steps:
+            self._batches.prefetch(args.gradient_accumulation_steps)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self._had_filter:
+            self._had_filter, args.logging_nan_inf_filter = False, True
+
+
+# The methods of `Trainer` for the optimizer: the original first, then its own arguments.
+
+
+def create_optimizer(
+    original: Callable[..., Optimizer], trainer: Trainer, *args: object, **kwargs: object
+) -> Optimizer:
+    is_users_own = trainer.optimizer is not None
+    optimizer = original(trainer, *args, **kwargs)
+    if not is_users_own:
+        optimizer = trainer.optimizer = flattened(trainer, optimizer)
+    return optimizer
+
+
+def clip_grad_norm(original: Callable[..., Any], trainer: Trainer, model: nn.Module) -> Any:
+    norm = _clip_flat(trainer, trainer.args.max_grad_norm)
+    return original(trainer, model) if norm is None else norm
+
+
+def get_grad_norm(
+    original: Callable[..., Any], trainer: Trainer, model: nn.Module, grad_norm: Tensor | float | None = None
+) -> Any:
+    if grad_norm is None:
+        grad_norm = _clip_flat(trainer, inf)  # clips nothing
+    return original(trainer, model, grad_norm=grad_norm)
+
+
+def why_not_flat(args: TrainingArguments, model: object) -> str | None:
+    """Say why the optimizer of a run takes the weights one by one, or return None."""
+    if not getattr(model, "peft_config", None) or getattr(model, "full_finetuning", False):
+        return "all of the model trains, and a second copy of its gradients would take much memory"
+    if not is_patched(model):
+        return "the model is not patched"
+    if args.fsdp or args.deepspeed:
+        return "they are sharded"
+    return None if args.optim == "adamw_torch_fused" else "not adamw_torch_fused"
+
+
+def flattened(trainer: Trainer, optimizer: Optimizer) -> Optimizer:
+    """Return a `FlatAdamW` in place of an optimizer, where that computes the same; else the optimizer."""
+    model: Any = trainer.model
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or sharded_by(model)
+    if type(optimizer) is not AdamW or is_sharded or why_not_flat(trainer.args, model) is not None:
+        return optimizer
+    return FlatAdamW.in_place_of(optimizer)
+
+
+def _clip_flat(trainer: Trainer, max_norm: float) -> Tensor | None:
+    """Clip the joined gradient and return its norm; None if the gradients are not joined."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
+    return trainer.accelerator.clip_grad_norm_(flat, max_norm) if flat else None
+
+
+_TRAINER = "transformers.trainer", "Trainer"
+_SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
+_PEFT_MODEL = "peft.peft_model", "PeftModel"
+# Our function gets the original, then the method's own arguments. It leaves unpatched models to the original.
+Method = tuple[str, str, str]  # module, class, name
+METHODS: dict[Method, tuple[Callable[..., Any], str]] = {
+    (*_TRAINER, "create_optimizer"): (create_optimizer, "join an adapter's weights"),
+    (*_TRAINER, "_clip_grad_norm"): (clip_grad_norm, "clip the joined gradient"),
+    (*_TRAINER, "_get_grad_norm"): (get_grad_norm, "take the joined gradient's norm"),
+    (*_SFT_TRAINER, "compute_loss"): (deferred_logging.compute_loss, "sum metrics on the GPU"),
+    (*_SFT_TRAINER, "log"): (deferred_logging.log, "read these sums when they are logged"),
+    (*_SFT_TRAINER, "_maybe_log_save_evaluate"): (
+        deferred_logging.log_save_evaluate,
+        "write a log line once the next update is launched",
+    ),
+    (*_SFT_TRAINER, "_inner_training_loop"): (deferred_logging.train, "write the last line after an error"),
+    (*_PEFT_MODEL, "__init__"): (refusals.init_peft_model, "refuse adapters that join documents"),
+    (*_PEFT_MODEL, "add_adapter"): (refusals.add_adapter, "refuse adapters that join documents"),
+}
+# Of every trainer that is made meanwhile
+CALLBACKS: dict[type[TrainerCallback], str] = {
+    GiveBackSpareMemory: "free GPU memory when training ends",
+    PatchedTraining: "check the collator, load batches while the GPU computes, do not wait for losses",
+}
+_DEFAULTS: list[Any] = DEFAULT_CALLBACKS
+_INHERITED = object()
+
+
+class TrainerHooks:
+    """All changes outside a model: `METHODS` and `CALLBACKS`, in force while anybody has them installed."""
+
+    def __init__(self) -> None:
+        self._n_users = 0
+        self._replaced: dict[Method, tuple[object, object]] = {}  # the class's own attribute, and ours
+
+    def install(self) -> None:
+        """Put the changes in force, until as many calls of `uninstall`."""
+        self._n_users += 1
+        _DEFAULTS.extend(callback for callback in CALLBACKS if callback not in _DEFAULTS)
+        self.replace_methods()
+
+    def replace_methods(self) -> None:
+        """Replace the methods of the libraries that are imported by now, if the changes are in force."""
+        for method, (function, _) in METHODS.items() if self._n_users else ():
+            owner, name = _owner(method), method[-1]
+            if owner is not None and method not in self._replaced:
+                ours = _bind(function, getattr(owner, name))
+                self._replaced[method] = vars(owner).get(name, _INHERITED), ours
+                setattr(owner, name, ours)
+
+    def uninstall(self) -> None:
+        """Take all changes back, if nobody else has them installed."""
+        self._n_users -= 1
+        if self._n_users:
+            return
+        _DEFAULTS[:] = [callback for callback in _DEFAULTS if callback not in CALLBACKS]
+        for method, (original, ours) in [*self._replaced.items()]:
+            owner, name = _owner(method), method[-1]
+            if vars(owner).get(name) is not ours:
+                continue  # wrapped by another library since; ours stays below, and is not put in twice
+            del self._replaced[method]
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+def _owner(method: Method) -> Any:
+    """The class of a method, or None while its module is not imported."""
+    return getattr(sys.modules.get(method[0]), method[1], None)
+
+
+def _bind(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def method(self: object, *args: object, **kwargs: object) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    return method
+
+
+HOOKS = TrainerHooks()

@@ -1,1 +1,0 @@
-"""What a patched model changes of its trainer."""
