@@ -244,7 +244,8 @@ def train_with_trl(model: Any, parts: Parts, steps: int) -> None:
 def train_as_a_run(model: Any, parts: Parts, steps: int) -> None:
     import torch
 
-    from unsloth_pack.training.trainer import make_trainer, sft_config
+    from unsloth_pack.training.trainer import make_trainer
+    from unsloth_pack.training.trl_setup import sft_config
 
     def make(folder: str, rows: Any, callbacks: list[Any]) -> Any:
         config = sft_config(folder, padding_free=True, dtype=torch.float32, **arguments(steps))

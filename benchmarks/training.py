@@ -158,7 +158,8 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.documents import to_documents
-    from unsloth_pack.training.trainer import make_trainer, sft_config
+    from unsloth_pack.training.trainer import make_trainer
+    from unsloth_pack.training.trl_setup import sft_config
 
     quieten(show_bars=False)
     rows, length = load_rows(args.dataset), SHAPES[args.shape].tokens

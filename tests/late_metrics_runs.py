@@ -12,7 +12,8 @@ from trl import SFTTrainer
 from warm import two_ranks
 
 from unsloth_pack import patch_model
-from unsloth_pack.training.trainer import make_trainer, sft_config
+from unsloth_pack.training.trainer import make_trainer
+from unsloth_pack.training.trl_setup import sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
 HOOKS = "unsloth_pack.patching.trainer_hooks"

@@ -17,7 +17,8 @@ from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.deferred_logging import LogLine
 from unsloth_pack.patching.trainer_hooks import RowCollator
-from unsloth_pack.training.trainer import make_trainer, row_collator, sft_config
+from unsloth_pack.training.trainer import make_trainer
+from unsloth_pack.training.trl_setup import row_collator, sft_config
 
 LENGTHS = [5, 1, 9, 3]
 

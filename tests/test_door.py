@@ -26,7 +26,7 @@ from unsloth_pack.losses.head import LabelledHead
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row import describe
 from unsloth_pack.patching import trainer_hooks
-from unsloth_pack.training.trainer import _loss_needs_cuda
+from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 260  # of the tokenizer that the trainers get

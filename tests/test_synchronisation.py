@@ -18,7 +18,8 @@ from transformers import TrainerCallback, TrainerControl
 import unsloth_pack
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.report.callbacks import StopOnSignal
-from unsloth_pack.training.trainer import make_trainer, row_collator, sft_config
+from unsloth_pack.training.trainer import make_trainer
+from unsloth_pack.training.trl_setup import row_collator, sft_config
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.training.trainer import row_collator, sft_config
+from unsloth_pack.training.trl_setup import row_collator, sft_config
 
 BOUND = 1e-4
 

@@ -33,7 +33,7 @@ from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.layers.mixers import attention
 from unsloth_pack.losses import head
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.training.trainer import row_collator
+from unsloth_pack.training.trl_setup import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
 DAILY = ("gemma4_text", "gpt_oss", "olmoe", "lfm2", "qwen3_5_text", "phi3")  # windows, sinks, experts, states

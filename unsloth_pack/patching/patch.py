@@ -48,8 +48,13 @@ from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.modules import ListedModules, ModuleWalk
-from unsloth_pack.patching.parts import DecoderParts, mixers_by_layer
-from unsloth_pack.patching.refusals import refuse_leaks, refuse_own_code, refuse_unknown_parts
+from unsloth_pack.patching.parts import (
+    DecoderParts,
+    mixers_by_layer,
+    refuse_leaks,
+    refuse_own_code,
+    refuse_unknown_parts,
+)
 from unsloth_pack.patching.report import (
     PatchReport,
     build_report,

@@ -38,7 +38,7 @@ from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.labels import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
-from unsloth_pack.patching import deferred_logging, refusals
+from unsloth_pack.patching import deferred_logging, parts
 from unsloth_pack.patching.deferred_logging import is_patched
 
 _CPU = torch.device("cpu")
@@ -316,8 +316,8 @@ METHODS: dict[Method, tuple[Callable[..., Any], str]] = {
         "write a log line once the next update is launched",
     ),
     (*_SFT_TRAINER, "_inner_training_loop"): (deferred_logging.train, "write the last line after an error"),
-    (*_PEFT_MODEL, "__init__"): (refusals.init_peft_model, "refuse adapters that join documents"),
-    (*_PEFT_MODEL, "add_adapter"): (refusals.add_adapter, "refuse adapters that join documents"),
+    (*_PEFT_MODEL, "__init__"): (parts.init_peft_model, "refuse adapters that join documents"),
+    (*_PEFT_MODEL, "add_adapter"): (parts.add_adapter, "refuse adapters that join documents"),
 }
 # Of every trainer that is made meanwhile
 CALLBACKS: dict[type[TrainerCallback], str] = {

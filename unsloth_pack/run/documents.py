@@ -25,7 +25,7 @@ from unsloth_pack.errors import InputError, about
 from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.run.images import ImagePreparation
 from unsloth_pack.run.resolve import first_rows, training_sets
-from unsloth_pack.training.trainer import training_template
+from unsloth_pack.training.trl_setup import training_template
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:

@@ -58,7 +58,7 @@ from unsloth_pack.run.resolve import Named, evaluation_sets, name_of, with_optim
 from unsloth_pack.run.sharding import sharding_arguments
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 from unsloth_pack.training.streaming import RowStream
-from unsloth_pack.training.trainer import rows_of_an_update, sft_config
+from unsloth_pack.training.trl_setup import rows_of_an_update, sft_config
 
 # What is checked of a run's images before it begins: their files, and that one of them can be decoded.
 

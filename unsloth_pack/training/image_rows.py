@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,15 @@ class ImageRowCollator:
     """Makes one packed row of some rows, each of one document or several, with their images.
 
     The batch holds `input_ids` and `labels` `[1, T]`; `position_ids` `[1, T]`, which restart at every
-    document, for trainers that count by them; `packed_row`, which a patched model takes as it is;
-    and with images `pixel_values` uint8, which `on_device` makes what a tower takes, and what describes them,
-    as lists on the host.
+    document, for trainers that count by them; `packed_row` for a patched model; and with images their
+    `pixel_values` uint8, and their description as lists on the host.
 
     Args:
         make_images: prepares images for the model.
-        token_ids: that stand for images.
+        token_ids: of images.
         folder: where paths of images begin.
-        skip_broken: of a document with an image that cannot be decoded, count no token; a grey image takes
-            its place. `broken_images` in the batch says how many there are.
+        skip_broken: put a grey image in place of one that cannot be decoded, and count no token of its
+            document; `broken_images` in the batch is their number.
     """
 
     def __init__(
@@ -64,32 +63,34 @@ class ImageRowCollator:
         n_broken = 0
         for row in rows:
             first = len(ids)
-            for begin, end in _spans(row):
+            for begin, end in pairwise(
+                accumulate(row.get("seq_lengths") or [len(row["input_ids"])], initial=0)
+            ):
                 ids.append(np.asarray(row["input_ids"][begin:end], dtype=np.int64))
                 labels.append(np.asarray(row["labels"][begin:end], dtype=np.int64))
                 images.append([])
             counts = Counter(map(_document_of, row[COLUMN]))
-            for image in row[COLUMN]:
-                document = _document_of(image)
-                made = self._decoded(image, counts[document])
-                if made is None:
+            for record in row[COLUMN]:
+                document = _document_of(record)
+                image = self._decoded(record, counts[document])
+                if image is None:
                     labels[first + document][:] = IGNORE_INDEX
-                    size = (image["height"], image["width"], image["most_pixels"])
-                    made = grey(self.make_images, *size, counts[document])
+                    size = (record["height"], record["width"], record["most_pixels"])
+                    image = grey(self.make_images, *size, counts[document])
                     n_broken += 1
-                images[first + document].append(made)
-        made_row = RowWithImages.pack(ids, labels, images, self._token_ids.placeholder, self.make_images)
+                images[first + document].append(image)
+        packed = RowWithImages.pack(ids, labels, images, self._token_ids.placeholder, self.make_images)
         batch: dict[str, Any] = {
-            "input_ids": made_row.ids,
-            "labels": made_row.labels,
-            "position_ids": made_row.along_text,
-            "packed_row": made_row.row,
+            "input_ids": packed.ids,
+            "labels": packed.labels,
+            "position_ids": packed.along_text,
+            "packed_row": packed.row,
+            **packed.on_host(self.make_images.described),
         }
-        batch |= made_row.on_host(self.make_images.described)
         return batch | ({BROKEN: n_broken} if n_broken else {})
 
     def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with `pixel_values` as numbers, made where they lie."""
+        """The batch with `pixel_values` as numbers, computed on their device."""
         pixels = batch.get(PIXELS)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             return batch
@@ -108,11 +109,5 @@ class ImageRowCollator:
 
 
 def _document_of(image: Mapping[str, Any]) -> int:
-    """Which document of its row an image is in; a row of one document does not say."""
+    """The document of its row that an image is in; a row of one document does not say."""
     return image.get("document") or 0
-
-
-def _spans(row: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """The first token of every document of a row, and the one behind its last."""
-    lengths = row.get("seq_lengths") or [len(row["input_ids"])]
-    return pairwise(accumulate(lengths, initial=0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,14 +22,14 @@ from unsloth_pack.lora.vision_targets import VisionParts
 from unsloth_pack.packing import PackedSampler
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 
-# The share of attention in the time of a row: it grows with the squares of the documents' lengths.
-
 # Multiplications of attention take longer than those of GEMMs, of which a step does 630 TFLOP/s on an H200:
 # 1.7 times as long over long documents (docs/speed.md: 377 TFLOP/s from documents of 512 tokens to one of
 # 8,192), and 3.6 times where a token's document has 290 tokens (docs/ranks.md), as tiles are not full.
 _SLOWER, _NOT_FULL = 1.7, 320
-_PASSES = 3.5  # forward once, backward 2.5 times
+_PASSES = 3.5  # of attention: forward once, backward 2.5 times
 _FROZEN_PASSES, _TRAINED_PASSES = 2, 3  # through a linear layer: its weight's gradient is one of them
+_FORWARD, _FORWARD_AND_BACKWARD = 1, 2  # passes of a tower; a frozen one needs the first alone
+_N_ROWS = 1000  # looked at at a time
 
 
 def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
@@ -42,59 +43,53 @@ def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
         model: its decoder, with an adapter or without.
         seq_lengths: document lengths of the packed rows.
     """
-    lengths = np.fromiter(chain.from_iterable(seq_lengths), np.int64)
-    of_token = float((lengths**2).sum() / max(1, lengths.sum()))  # tokens of its document, on average
-    width = _attention_width(model.config.get_text_config())
-    of_attention = _PASSES * _SLOWER * width * (of_token + _NOT_FULL)
-    of_weights = sum(_weights_by_passes(model))
-    return of_attention / (of_attention + of_weights) if of_attention else 0.0
-
-
-def _attention_width(config: Any) -> int:
-    """Features of the queries of all layers that attend."""
+    config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     n_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     heads = config.num_attention_heads
-    return n_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width = n_layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    lengths = np.fromiter(chain.from_iterable(seq_lengths), np.int64)
+    of_token = float((lengths**2).sum() / max(1, lengths.sum()))  # tokens of its document, on average
+    of_attention = _PASSES * _SLOWER * width * (of_token + _NOT_FULL)
+    of_weights = sum(
+        n * (_TRAINED_PASSES if is_trained else _FROZEN_PASSES)
+        for part, n, is_trained in _weights_of_a_token(model)
+        if part not in ("tower", "aligner")
+    )
+    return of_attention / (of_attention + of_weights) if of_attention else 0.0
 
 
-def _weights_by_passes(model: Any) -> list[float]:
-    """Of every linear layer that a token of text goes through, its weights by how often."""
+def _weights_of_a_token(model: Any) -> Iterator[tuple[str, float, bool]]:
+    """Yield the part, the number and whether they train of the weights that each token is multiplied by."""
     parts = VisionParts.locate(model) if hasattr(model.config, "vision_config") else None
-    found: list[float] = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (parts is None or parts.kind(path) not in ("tower", "aligner")):
-            passes = _TRAINED_PASSES if module.weight.requires_grad else _FROZEN_PASSES
-            found.append(passes * module.in_features * module.out_features)
+        if isinstance(module, nn.Linear):
+            part = parts.kind(path) if parts else "decoder"
+            yield part, module.in_features * module.out_features, module.weight.requires_grad
     n_chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    for path, weight in model.named_parameters():
+    for path, weight in model.named_parameters():  # stacks of experts, of which a token goes through some
         if weight.ndim == 3 and n_chosen and (parts is None or parts.kind(path) == "decoder"):
-            passes = _TRAINED_PASSES if weight.requires_grad else _FROZEN_PASSES
-            found.append(passes * weight.numel() * n_chosen / len(weight))
-    return found
+            yield "decoder", weight.numel() * n_chosen / len(weight), weight.requires_grad
 
 
-# The time of the tower for a row's images, in tokens of text of the same time.
-
-_ROWS = 1000  # looked at at a time
-_FORWARD, _FORWARD_AND_BACKWARD = 1, 2  # passes; a frozen tower needs the first alone
-
-
-def vision_work(rows: Any, column: str, model: Any, make: ImageFamily) -> np.ndarray | None:
-    """`[rows]` float64: the work of the tower; None where no row has images.
+def vision_work(rows: Dataset, column: str, model: Any, make: ImageFamily) -> np.ndarray | None:
+    """`[rows]` float64: the time of the tower for a row's images, in tokens of text of the same time.
 
     An estimate by multiplications: those of a patch in the linear layers of the tower and with the patches
     that it attends to, by those of a token in the linear layers of the decoder.
 
     Args:
-        rows: packed, a data set.
+        rows: packed.
         column: that holds their images.
         model: its tower and decoder, with an adapter or without.
-        make: what counts the patches of an image.
+        make: counts the patches of an image.
+
+    Returns:
+        None where no row has images.
     """
-    a_patch, an_attended = _of_patch(model)
-    work, found = [], False
-    for table in scan(rows, [column], _ROWS):
+    a_patch, an_attended = _work_of_a_patch(model)
+    work, has_images = [], False
+    for table in scan(rows, [column], _N_ROWS):
         array = table[column].combine_chunks()
         row_of, images = pc.list_parent_indices(array).to_numpy(), array.flatten()
         document_of = images.field(DOCUMENT).to_numpy()
@@ -106,40 +101,31 @@ def vision_work(rows: Any, column: str, model: Any, make: ImageFamily) -> np.nda
             patches, attended = make.seen(tokens, (height, width), siblings)
             of_image[place] = patches * (a_patch + attended * an_attended)
         work.append(np.bincount(row_of, of_image, minlength=len(table)))
-        found = found or bool(len(images))
-    return np.concatenate(work) if found else None
+        has_images = has_images or bool(len(images))
+    return np.concatenate(work) if has_images else None
 
 
-def _of_patch(model: Any) -> tuple[float, float]:
+def _work_of_a_patch(model: Any) -> tuple[float, float]:
     """The work on a patch, by that on a token: in linear layers, and for each patch that it attends to."""
-    parts, weights = VisionParts.locate(model), Counter[str]()
-    of_text, of_tower = model.config.get_text_config(), model.config.vision_config
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            weights[parts.kind(path)] += module.in_features * module.out_features
-    for path, weight in model.named_parameters():
-        if weight.ndim == 3 and parts.kind(path) == "decoder":  # of experts, a token goes through some
-            weights["decoder"] += weight.numel() * of_text.num_experts_per_tok // len(weight)
+    parts, config, weights = VisionParts.locate(model), model.config.vision_config, Counter[str]()
+    for part, n, _ in _weights_of_a_token(model):
+        weights[part] += int(n)
     trains = any(
         weight.requires_grad and parts.kind(path) == "tower" for path, weight in model.named_parameters()
     )
     a_token = _FORWARD_AND_BACKWARD * weights["decoder"]
     passes = _FORWARD_AND_BACKWARD if trains else _FORWARD
     # Scores and values; layers that attend within windows see few patches
-    width = getattr(of_tower, "embed_dim", None) or of_tower.hidden_size
-    layers = getattr(of_tower, "depth", None) or of_tower.num_hidden_layers
-    layers = len(getattr(of_tower, "fullatt_block_indexes", None) or range(layers))
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    layers = getattr(config, "depth", None) or config.num_hidden_layers
+    layers = len(getattr(config, "fullatt_block_indexes", None) or range(layers))
     return passes * weights["tower"] / a_token, passes * 2 * width * layers / a_token
 
 
 def packed_sampler(
-    rows: Any, arguments: TrainingArguments, model: Any, image_rows: ImageRowCollator | None = None
+    rows: Any, arguments: TrainingArguments, model: nn.Module, image_rows: ImageRowCollator | None = None
 ) -> PackedSampler | None:
-    """What deals out these rows to the ranks; None if they are not packed, and have no `seq_lengths`.
-
-    Args:
-        model, image_rows: what trains, and what makes its batches, where rows may have images.
-    """
+    """Deal out these rows to the ranks; None if they are not packed, and have no `seq_lengths`."""
     if "seq_lengths" not in rows.column_names:
         return None
     seq_lengths = rows.with_format("arrow")["seq_lengths"].to_pylist()
@@ -178,12 +164,12 @@ class DealtInTurn(Sampler[int]):
 
 
 class TurnToEpoch(TrainerCallback):
-    """Tells the sampler the epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
+    """Sets the sampler's epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
 
     def __init__(self, sampler: PackedSampler):
         self.sampler = sampler
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         self.sampler.set_epoch(int(state.epoch or 0))

@@ -1,19 +1,11 @@
-"""TRL's trainer and configuration as a run uses them, over rows that are already tokenised."""
+"""TRL's trainer as a run uses it. Its configuration is in `trl_setup.py`."""
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import trl
 from datasets import Dataset, IterableDataset
-from packaging.version import Version
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
@@ -26,8 +18,6 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
@@ -50,130 +40,13 @@ from unsloth_pack.training.nonfinite import NonFiniteUpdates, RunLogging
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
 from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
-
-
-def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arguments: Any) -> SFTConfig:
-    """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
-
-    Args:
-        padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
-        dtype: of the model's weights; mixed precision follows it on CUDA.
-        arguments: of transformers' `TrainingArguments`.
-
-    Raises:
-        InputError: what TRL or transformers refuse.
-    """
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and _loss_needs_cuda():
-        raise InputError(f"TRL {trl.__version__} trains on CUDA only; pip install 'trl>=1.16'")
-    try:
-        config = SFTConfig(
-            output_dir=output_dir,
-            packing=False,  # done already, over the whole data set
-            padding_free=padding_free,
-            max_length=None,
-            bf16=on_gpu and dtype == torch.bfloat16,
-            fp16=on_gpu and dtype == torch.float16,
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
-            ddp_find_unused_parameters=False,  # every adapter is used, and the search takes time every step
-            ddp_broadcast_buffers=False,  # they are rotary frequencies, which may depend on a rank's own row
-            gradient_checkpointing=False,  # the model has its own if asked for; TRL would replace it
-            logging_nan_inf_filter=False,  # it would wait for the device every step
-            accelerator_config={"non_blocking": on_gpu},  # so would a copy to the device that blocks
-            disable_tqdm=True,
-            **arguments,
-        )
-    except (ValueError, TypeError, ImportError) as error:
-        raise InputError(
-            f"transformers refuses these arguments: {error}; change or leave out what it names"
-        ) from error
-    if config.fsdp:
-        # Keep all dtypes, and so sum gradients in float32. accelerate's own policy would cast the rotary
-        # tables, the loss and the gradients to bfloat16.
-        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # A process trains on one GPU. If it sees more, the trainer would make replicas that share one forward.
-    config._n_gpu = min(1, config.n_gpu)
-    return config
-
-
-def _loss_needs_cuda() -> bool:
-    """Whether TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
-    return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
-
-
-def rows_of_an_update(config: TrainingArguments) -> int:
-    """Rows that one process sees between two updates of the weights."""
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps
-
-
-def row_collator() -> DataCollatorForLanguageModeling:
-    """TRL's own collator, as its trainer makes one for packed rows."""
-    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-
-
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """TRL's template that marks assistant turns; None if the tokenizer's own does, or if TRL has none."""
-    if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
-        return None
-    try:
-        return get_training_chat_template(tokenizer)
-    except ValueError:  # TRL has none; `tokenize` refuses rows that need one
-        return None
-
-
-# TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
-# attention keeps documents apart with every backend,
-_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
-# nor that a row which was packed before holds several documents.
-_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
-
-
-@contextmanager
-def silenced(logger_name: str, *untrue: str) -> Iterator[None]:
-    """Inside this context a logger drops messages with one of these texts."""
-    logger = logging.getLogger(logger_name)
-
-    def is_true(record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in untrue)  # `in`: it may begin with "[RANK 0]"
-
-    logger.addFilter(is_true)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_true)
-
-
-@contextmanager
-def adapted_head_allowed(model: PreTrainedModel) -> Iterator[None]:
-    """Inside this context TRL's trainer sees the layer below an adapter on the head.
-
-    TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
-    TRL with the adapter counted in, see `losses.fusable`.
-    """
-    head = model.get_output_embeddings()
-    if patch_of(model) is None or not isinstance(head, BaseTunerLayer):
-        yield
-        return
-    model.__dict__["get_output_embeddings"] = head.get_base_layer
-    try:
-        yield
-    finally:
-        del model.__dict__["get_output_embeddings"]
-
-
-@contextmanager
-def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
-    """Inside this context TRL may set up a trainer; trained weights beside LoRA's keep their dtype.
-
-    Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
-    would no longer compute in the dtype of the layers around them.
-    """
-    own = {p: p.data for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
-    yield
-    for parameter, data in own.items():
-        if parameter.dtype != data.dtype:
-            parameter.data = data.to(parameter.device)
+from unsloth_pack.training.trl_setup import (
+    adapted_head_allowed,
+    kept_in_own_dtype,
+    rows_of_an_update,
+    silenced,
+    without_untrue_warnings,
+)
 
 
 class RunTrainer(SFTTrainer):
@@ -222,10 +95,9 @@ class RunTrainer(SFTTrainer):
         self.packed_sampler = None
         if row_stream is not None:
             self.add_callback(EpochOfStream())
-        else:
-            self.packed_sampler = packed_sampler(self.train_dataset, self.args, trained, image_rows)
-        if self.packed_sampler is not None:
-            self.add_callback(TurnToEpoch(self.packed_sampler))
+        elif (sampler := packed_sampler(self.train_dataset, self.args, trained, image_rows)) is not None:
+            self.packed_sampler = sampler
+            self.add_callback(TurnToEpoch(sampler))
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.finite_updates = NonFiniteUpdates()
@@ -282,10 +154,8 @@ class RunTrainer(SFTTrainer):
         except ValueError as error:
             if not self.is_deepspeed_enabled:
                 raise
-            message = " ".join(str(error).split())
-            raise InputError(
-                f"DeepSpeed refuses its settings: {message}; correct the file", about="deepspeed"
-            ) from error
+            message = f"DeepSpeed refuses its settings: {' '.join(str(error).split())}; correct the file"
+            raise InputError(message, about="deepspeed") from error
         model = self.accelerator.unwrap_model(self.model)
         patch, how = patch_of(model), sharded_by(model)
         if patch is not None and how is not None:
@@ -319,10 +189,8 @@ class RunTrainer(SFTTrainer):
             try:
                 self.optimizer = super().create_optimizer(model)
             except ValueError as error:
-                raise InputError(
-                    f"optim {self.args.optim} refuses its options: {error}; correct optim_args",
-                    about="optim_args",
-                ) from error
+                message = f"optim {self.args.optim} refuses its options: {error}; correct optim_args"
+                raise InputError(message, about="optim_args") from error
             if self._masters_on_host:
                 self.optimizer = CpuMasterWeights(self.optimizer)
             if self._applies_in_backward:
@@ -369,28 +237,24 @@ class RunTrainer(SFTTrainer):
         self.memory_watch.end()
         return loss
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._in_backward is not None and not return_outputs:
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        if self._in_backward is not None and model.training:
             self._in_backward.begin(loss)
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
+    def _average_gradients(self) -> None:
         if self._averaged is not None:
             self._averaged.average(self.optimizer)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
+        self._average_gradients()
         return self.finite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        if self._averaged is not None:
-            self._averaged.average(self.optimizer)
+        self._average_gradients()
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
         return self.finite_updates.judge(self, norm)
 
@@ -408,31 +272,16 @@ class RunTrainer(SFTTrainer):
             metrics["num_tokens"] = [self.trained.tokens]
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses.clear()
-        output: Any = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
-        output.metrics.update(self._document_losses.means(dataloader.dataset, metric_key_prefix))
+        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
         return output
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         with self._document_losses.noted(model, inputs):
-            loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
-        return loss, None, None
+            return super().prediction_step(model, inputs, prediction_loss_only=True)
 
     # Saving
 
@@ -493,9 +342,7 @@ def make_trainer(
     if has_images:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
-    untrue = [*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else [])]
-    silent = silenced("trl.trainer.sft_trainer", *untrue)
-    with silent, adapted_head_allowed(model), kept_in_own_dtype(model):
+    with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
         trainer = RunTrainer(
             model=model,
             args=config,

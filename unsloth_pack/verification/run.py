@@ -70,7 +70,7 @@ def verify(
     else:
         row = _encode(documents, tokenizer, room, subject)
     if collate is None:
-        from unsloth_pack.training.trainer import row_collator
+        from unsloth_pack.training.trl_setup import row_collator
 
         collate = row_collator()
     with side_effect_free_pass(model):

@@ -1,0 +1,150 @@
+"""Set up TRL's trainer for rows that are already tokenised: configuration, collator, template, warnings."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import trl
+from packaging.version import Version
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.patching.patch import patch_of
+
+
+def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arguments: Any) -> SFTConfig:
+    """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
+
+    Args:
+        padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
+        dtype: of the model's weights; mixed precision follows it on CUDA.
+        arguments: of transformers' `TrainingArguments`.
+
+    Raises:
+        InputError: what TRL or transformers refuse.
+    """
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and _loss_needs_cuda():
+        raise InputError(f"TRL {trl.__version__} trains on CUDA only; pip install 'trl>=1.16'")
+    try:
+        config = SFTConfig(
+            output_dir=output_dir,
+            packing=False,  # done already, over the whole data set
+            padding_free=padding_free,
+            max_length=None,
+            bf16=on_gpu and dtype == torch.bfloat16,
+            fp16=on_gpu and dtype == torch.float16,
+            use_cpu=not on_gpu,
+            dataloader_pin_memory=on_gpu,
+            ddp_find_unused_parameters=False,  # every adapter is used, and the search takes time every step
+            ddp_broadcast_buffers=False,  # they are rotary frequencies, which may depend on a rank's own row
+            gradient_checkpointing=False,  # the model has its own if asked for; TRL would replace it
+            logging_nan_inf_filter=False,  # it would wait for the device every step
+            accelerator_config={"non_blocking": on_gpu},  # so would a copy to the device that blocks
+            disable_tqdm=True,
+            **arguments,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        message = f"transformers refuses these arguments: {error}; change or leave out what it names"
+        raise InputError(message) from error
+    if config.fsdp:
+        # Keep all dtypes, and so sum gradients in float32. accelerate's own policy would cast the rotary
+        # tables, the loss and the gradients to bfloat16.
+        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A process trains on one GPU. If it sees more, the trainer would make replicas that share one forward.
+    config._n_gpu = min(1, config.n_gpu)
+    return config
+
+
+def _loss_needs_cuda() -> bool:
+    """Whether TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
+    return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def rows_of_an_update(config: TrainingArguments) -> int:
+    """Rows that one process sees between two updates of the weights."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps
+
+
+def row_collator() -> DataCollatorForLanguageModeling:
+    """TRL's own collator, as its trainer makes one for packed rows."""
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """TRL's template that marks assistant turns; None if the tokenizer's own does, or if TRL has none."""
+    if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # TRL has none; `tokenize` refuses rows that need one
+        return None
+
+
+# TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
+# attention keeps documents apart with every backend,
+_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
+# nor that a row which was packed before holds several documents.
+_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
+
+
+@contextmanager
+def silenced(logger_name: str, *untrue: str) -> Iterator[None]:
+    """Inside this context a logger drops messages with one of these texts."""
+    logger = logging.getLogger(logger_name)
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in untrue)  # `in`: it may begin with "[RANK 0]"
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
+
+
+def without_untrue_warnings(is_packed: bool) -> AbstractContextManager[None]:
+    """Silence TRL's warnings about rows that a patched model keeps apart."""
+    untrue = (*_UNTRUE, _UNTRUE_OF_PACKS) if is_packed else _UNTRUE
+    return silenced("trl.trainer.sft_trainer", *untrue)
+
+
+@contextmanager
+def adapted_head_allowed(model: PreTrainedModel) -> Iterator[None]:
+    """Inside this context TRL's trainer sees the layer below an adapter on the head.
+
+    TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
+    TRL with the adapter counted in, see `losses.fusable`.
+    """
+    head = model.get_output_embeddings()
+    if patch_of(model) is None or not isinstance(head, BaseTunerLayer):
+        yield
+        return
+    model.__dict__["get_output_embeddings"] = head.get_base_layer
+    try:
+        yield
+    finally:
+        del model.__dict__["get_output_embeddings"]
+
+
+@contextmanager
+def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
+    """Inside this context TRL may set up a trainer; trained weights beside LoRA's keep their dtype.
+
+    Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
+    would no longer compute in the dtype of the layers around them.
+    """
+    own = {p: p.data for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
+    yield
+    for parameter, data in own.items():
+        if parameter.dtype != data.dtype:
+            parameter.data = data.to(parameter.device)
