@@ -77,9 +77,9 @@ def sft_trainer(folder, packed, *callbacks, trained=None, kind=SFTTrainer, peft_
     )
 
 
-def logged(trainer):
+def logged(trainer, checkpoint=None):
     """What the trainer logged in training, without times."""
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     return [
         {key: value for key, value in line.items() if not key.endswith(("runtime", "per_second"))}
         for line in trainer.state.log_history

@@ -2,19 +2,15 @@
 
 import copy
 import io
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import late_metrics_runs as runs
 import pytest
 import torch
-from model_folder import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import DEVICE
 from torch.optim import AdamW
 
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatGradients
-from unsloth_pack.training.trainer import make_trainer
 
 SHAPES = [(4, 7), (3,), (7, 4), (4, 7), (1, 1), (33, 5), (3,), (4, 7)]
 UPDATES = 4
@@ -125,20 +121,6 @@ def test_gradients_of_a_captured_step_are_not_copied():
     assert [p.grad.data_ptr() for p in parameters] != [grad.data_ptr() for grad in apart]
 
 
-def test_neighbours_in_memory_that_are_not_one_tensor():
-    """Tensors of their own that happen to lie next to each other, as allocators place them."""
-    pool = torch.randn(64)
-    parameters = [torch.nn.Parameter(torch.zeros(8)) for _ in range(2)]
-    for number, parameter in enumerate(parameters):
-        storage = torch.frombuffer(memoryview(pool.numpy())[8 * number : 8 * number + 8], dtype=torch.float32)
-        parameter.data = storage
-    assert parameters[1].data_ptr() - parameters[0].data_ptr() == 32
-    before = [p.detach().clone() for p in parameters]
-    FlatAdamW(parameters, lr=0.1)
-    assert all(map(torch.equal, parameters, before))
-    assert parameters[0].untyped_storage().nbytes() == 64
-
-
 def test_one_norm_clips_all():
     flat, plain = both()
     for parameters, _ in (flat, plain):
@@ -161,24 +143,21 @@ def test_addresses_stay():
     assert [p.data_ptr() for p in parameters] == addresses
 
 
-@pytest.mark.parametrize("without", [(0, 5), (2,)])
-def test_weights_without_a_gradient(without):
-    """AdamW leaves them alone, and counts their steps apart."""
+ALL = tuple(range(len(SHAPES)))
+
+
+@pytest.mark.parametrize(
+    ("without", "stays_flat"),
+    [([(), (), (0, 5), (), (0, 5), ()], False), ([(), (), (2,), ()], False), ([(), ALL, ()], True)],
+)
+def test_weights_without_a_gradient(without, stays_flat):
+    """AdamW leaves them alone, and counts their steps apart. Without any gradient nothing changes."""
     flat, plain = both()
-    for seed, missing in enumerate([(), (), without, (), without, ()]):
+    for seed, missing in enumerate(without):
         for parameters, optimizer in (flat, plain):
             update(optimizer, parameters, seed, missing)
         assert_same(flat, plain)
-    assert not is_flat(flat[1])
-
-
-def test_an_update_without_any_gradient_changes_nothing():
-    flat, plain = both()
-    for seed, missing in enumerate([(), range(len(SHAPES)), ()]):
-        for parameters, optimizer in (flat, plain):
-            update(optimizer, parameters, seed, missing)
-    assert_same(flat, plain)
-    assert is_flat(flat[1])
+    assert is_flat(flat[1]) == stays_flat
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -192,32 +171,25 @@ def test_an_update_that_is_left_out_on_the_device(found):
     assert is_flat(flat[1])
 
 
-def test_scaled_gradients():
-    flat, plain = both()
-    for parameters, optimizer in (flat, plain):
-        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
-        for seed in range(3):
-            scaler.scale(torch.ones((), device=DEVICE))
-            give_gradients(parameters, seed)
-            if seed == 1:
-                parameters[3].grad[0] = torch.inf
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-    assert_same(flat, plain)
-
-
-@pytest.mark.parametrize("replace", ["data", "group", "closure"])
-def test_what_others_may_do_to_an_optimizer(replace):
+@pytest.mark.parametrize("change", ["data", "group", "closure", "copy", "steps of another"])
+def test_what_others_may_do_to_an_optimizer(change):
     flat, plain = both()
     for parameters, optimizer in (flat, plain):
         update(optimizer, parameters, 0)
-        if replace == "data":
+    if change == "steps of another":  # a checkpoint whose weights have made different steps
+        update(plain[1], plain[0], 3, without=(1,))
+        flat[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+        for parameter, value in zip(flat[0], plain[0], strict=True):
+            parameter.data.copy_(value)
+    if change == "copy":
+        flat = copy.deepcopy(flat)
+    for parameters, optimizer in (flat, plain):
+        if change == "data":
             parameters[2].data = parameters[2].data + 1
-        elif replace == "group":
+        elif change == "group":
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, device=DEVICE))]})
         give_gradients(parameters, 1)
-        if replace == "closure":
+        if change == "closure":
             assert optimizer.step(lambda: 5) == 5
         update(optimizer, parameters, 2)
     assert_same(flat, plain)
@@ -262,28 +234,6 @@ def test_going_on_changes_no_bit():
     assert is_flat(optimizer)
 
 
-def test_a_checkpoint_whose_weights_have_made_different_steps():
-    flat, plain = both()
-    for seed, missing in enumerate([(), (1,)]):
-        update(plain[1], plain[0], seed, missing)
-    flat[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
-    for parameter, value in zip(flat[0], plain[0], strict=True):
-        parameter.data.copy_(value)
-    for parameters, optimizer in (flat, plain):
-        update(optimizer, parameters, 2)
-    assert_same(flat, plain)
-
-
-def test_a_copy_is_an_optimizer_of_its_own():
-    flat, plain = both()
-    for parameters, optimizer in (flat, plain):
-        update(optimizer, parameters, 0)
-    parameters, optimizer = copy.deepcopy(flat)
-    update(optimizer, parameters, 1)
-    update(plain[1], plain[0], 1)
-    assert_same((parameters, optimizer), plain)
-
-
 def test_a_model_with_flat_weights_is_saved_as_before(tmp_path):
     model = runs.model()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -297,48 +247,3 @@ def test_a_model_with_flat_weights_is_saved_as_before(tmp_path):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2 * sum(
         p.numel() * 4 for p in trained.values()
     )
-
-
-# Under the trainer of a run
-
-
-def run(folder, flat=True, checkpoint=None, **options):
-    """The trained weights, and the trainer."""
-    given = {"optim": "adamw_torch_fused", "weight_decay": 0.1} | options
-    arguments = runs.config(folder, True, **given)
-    data = (runs.rows(True), runs.rows(True, 50))
-    with nullcontext() if flat else patch(runs.NOT_FLAT, lambda *_: "for comparison"):
-        trainer = make_trainer(runs.model(), byte_tokenizer(), arguments, *data, [])
-        trainer.train_from(checkpoint)
-    assert flat_is_on(trainer) == flat
-    return {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}, trainer
-
-
-def flat_is_on(trainer):
-    optimizer = trainer.optimizer.optimizer
-    return isinstance(optimizer, FlatAdamW) and is_flat(optimizer)
-
-
-def losses(trainer):
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_run_is_the_same(accumulation, tmp_path):
-    weights_of_flat, flat = run(tmp_path, accumulation=accumulation)
-    weights_of_plain, plain = run(tmp_path, flat=False, accumulation=accumulation)
-    assert losses(flat) == pytest.approx(losses(plain), rel=1e-5)
-    for name, value in weights_of_plain.items():
-        assert torch.allclose(weights_of_flat[name], value, atol=1e-4)
-
-
-@pytest.mark.parametrize("was_flat", [True, False])
-@pytest.mark.parametrize("goes_on_flat", [True, False])
-def test_a_run_goes_on_from_its_checkpoint(was_flat, goes_on_flat, tmp_path):
-    whole, _ = run(tmp_path / "whole", goes_on_flat)
-    run(tmp_path / "first", was_flat, save_strategy="steps", save_steps=8)
-    resumed, trainer = run(tmp_path / "again", goes_on_flat, tmp_path / "first" / "checkpoint-8")
-    assert trainer.state.global_step == 18
-    assert all(torch.allclose(resumed[name], value, atol=1e-4) for name, value in whole.items())
-    if was_flat == goes_on_flat:
-        assert all(torch.equal(resumed[name], value) for name, value in whole.items())

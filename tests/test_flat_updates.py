@@ -1,4 +1,4 @@
-"""Trainers of patched models clip and update the adapter as one tensor, TRL's and transformers' own too."""
+"""Trainers of patched models clip and update the adapter as one tensor: a run's, TRL's and transformers'."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -33,11 +33,12 @@ def flat_or_not(flat):
     return nullcontext() if flat else patch(runs.NOT_FLAT, lambda *_: "for comparison")
 
 
-def run(folder, flat=True, kind=SFTTrainer, **options):
+def run(folder, flat=True, make=runs.sft_trainer, checkpoint=None, **options):
     with flat_or_not(flat):
-        trainer = runs.sft_trainer(folder, True, kind=kind, **FUSED | options)
-        log = runs.logged(trainer)
-    assert isinstance(optimizer_of(trainer), FlatAdamW) == flat
+        trainer = make(folder, True, **FUSED | options)
+        log = runs.logged(trainer, checkpoint)
+    optimizer = optimizer_of(trainer)
+    assert (isinstance(optimizer, FlatAdamW) and optimizer._flat is not None) == flat
     return log, trained(trainer)
 
 
@@ -45,9 +46,13 @@ def assert_close(weights, expected):
     assert all(torch.allclose(weights[name], value, atol=1e-4) for name, value in expected.items())
 
 
+both_trainers = pytest.mark.parametrize("make", [runs.run_trainer, runs.sft_trainer])
+
+
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.05), (3, 1e3), (1, 0.0)])
-def test_trls_own_trainer_trains_the_same(accumulation, clip, tmp_path):
-    options = {"accumulation": accumulation, "max_grad_norm": clip}
+@both_trainers
+def test_training_is_the_same(make, accumulation, clip, tmp_path):
+    options = {"make": make, "accumulation": accumulation, "max_grad_norm": clip}
     (log, weights), (expected_log, expected) = (run(tmp_path, flat, **options) for flat in (True, False))
     assert len(log) == len(expected_log) > 4
     for line, right in zip(log, expected_log, strict=True):
@@ -69,14 +74,17 @@ def test_the_optimizer_takes_one_tensor(tmp_path):
     assert seen == [1] * 18
 
 
-def test_a_trainers_checkpoint_goes_on_with_adamw(tmp_path):
-    run(tmp_path / "flat", save_strategy="steps", save_steps=8)
-    _, expected = run(tmp_path / "plain", flat=False)
-    with flat_or_not(False):
-        resumed = runs.sft_trainer(tmp_path / "plain", True, **FUSED)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "flat" / "checkpoint-8"))
-    assert resumed.state.global_step == 18
-    assert_close(trained(resumed), expected)
+@pytest.mark.parametrize("was_flat", [True, False])
+@pytest.mark.parametrize("goes_on_flat", [True, False])
+@both_trainers
+def test_training_goes_on_from_its_checkpoint(make, was_flat, goes_on_flat, tmp_path):
+    options = {"make": make, "save_strategy": "steps", "save_steps": 8}
+    _, whole = run(tmp_path / "whole", goes_on_flat, make)
+    run(tmp_path / "first", was_flat, **options)
+    _, resumed = run(tmp_path / "again", goes_on_flat, make, str(tmp_path / "first" / "checkpoint-8"))
+    assert_close(resumed, whole)
+    if was_flat == goes_on_flat:
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def of_transformers(folder):

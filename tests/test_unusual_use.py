@@ -56,7 +56,7 @@ def checkpoint(model):
     model.enable_input_require_grads()
 
 
-# Hooks
+# Hooks and parts that change
 
 
 @pytest.mark.parametrize(
@@ -96,45 +96,67 @@ def test_hooks_act_wherever_they_are(arch, where, when, way):
     assert_same_gradients(models)
 
 
-@pytest.mark.parametrize("where", ["q_proj", "o_proj", "down_proj", "mlp", "self_attn"])
-def test_a_hook_may_change_an_output_in_place(where):
+def double_in_place(where):
     def double(module, args, output):
         (output if isinstance(output, torch.Tensor) else output[0]).mul_(2)
 
-    def hook(model):
-        for module in named(model, where):
-            module.register_forward_hook(double)
+    return lambda model: [module.register_forward_hook(double) for module in named(model, where)]
 
-    models = pair(prepare=hook)
+
+def prune_factors(model):
+    for module in named(model, "lora_A.default"):
+        prune.l1_unstructured(module, "weight", 0.5)
+
+
+def replace_activations(model):
+    for mlp in named(model, "mlp"):
+        mlp.act_fn = nn.ReLU()
+
+
+def train_twice(model):
+    loss_of(model).backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    model.zero_grad()
+    loss_of(model).backward()
+
+
+def change_the_mode(model):
+    checkpoint(model)
+    loss = loss_of(model)
+    model.eval()
+    loss.backward()
+
+
+def go_back_twice(model):
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def train_once(model):
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "act", "arch"),
+    [
+        *(
+            (double_in_place(where), train_once, "llama")
+            for where in ("q_proj", "o_proj", "mlp", "self_attn")
+        ),
+        (prune_factors, train_twice, "llama"),
+        (replace_activations, train_once, "llama"),
+        (None, lambda model: (replace_activations(model), train_once(model)), "llama"),
+        (None, change_the_mode, "llama"),
+        (None, change_the_mode, "gemma2"),
+        (None, go_back_twice, "llama"),
+        (checkpoint, go_back_twice, "llama"),
+    ],
+)
+def test_gradients_are_those_of_the_plain_model(prepare, act, arch):
+    models = pair(arch, prepare or (lambda model: None))
     for model in models:
-        loss_of(model).backward()
-    assert_same_gradients(models)
-
-
-def test_a_pruned_factor_is_pruned_again_at_every_step():
-    models = pair(
-        prepare=lambda model: [
-            prune.l1_unstructured(m, "weight", 0.5) for m in named(model, "lora_A.default")
-        ]
-    )
-    for model in models:
-        loss_of(model).backward()
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
-        model.zero_grad()
-        loss_of(model).backward()
-    assert_same_gradients(models)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_activation_that_was_replaced_is_used(when):
-    def replace(model):
-        for mlp in named(model, "mlp"):
-            mlp.act_fn = nn.ReLU()
-
-    models = pair(prepare=replace if when == "before" else lambda model: None)
-    for model in models:
-        replace(model)
-        loss_of(model).backward()
+        act(model)
     assert_same_gradients(models)
 
 
@@ -162,17 +184,6 @@ def test_a_frozen_weight_changed_between_forward_and_backward_is_noticed(where):
             layers_of(model)[1].get_submodule(where).base_layer.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
             loss.backward()
-
-
-@pytest.mark.parametrize("arch", ["llama", "gemma2"])
-def test_the_mode_may_change_between_forward_and_recomputation(arch):
-    models = pair(arch)
-    for model in models:
-        checkpoint(model)
-        loss = loss_of(model)
-        model.eval()
-        loss.backward()
-    assert_same_gradients(models)
 
 
 @pytest.mark.parametrize("plans", [(2, 0), (0, 2), (1, 2)])
@@ -213,35 +224,6 @@ def test_a_part_of_the_attention_that_is_trained_whole(way, part):
     assert_same_gradients(models)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_two_backward_passes_over_one_graph(checkpointed):
-    models = pair()
-    for model in models:
-        if checkpointed:
-            checkpoint(model)
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_gradients(models)
-
-
-def test_autocast_on_in_the_backward_pass_alone():
-    models = pair(dtype=torch.float32)
-    for model in models:
-        loss = loss_of(model)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-    for p, ours in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert p.grad is None or error(ours.grad, p.grad) < 0.03
-
-
-def test_a_row_without_tokens():
-    attention = layers_of(pair()[1])[0].self_attn
-    x = torch.empty(1, 0, 64, dtype=torch.float64, requires_grad=True)
-    attention.q_proj(x).sum().backward()
-    assert x.grad.shape == x.shape
-
-
 # Inference mode
 
 
@@ -258,15 +240,11 @@ def nothing_known_of_backends():
 
 
 @pytest.mark.usefixtures("nothing_known_of_backends")
-def test_a_backend_first_asked_for_in_inference_mode():
+def test_a_backend_is_first_asked_for_in_inference_mode_or_a_checkpoint():
+    _, model = pair(dtype=torch.float32)
     with torch.inference_mode():
         name, _ = choose_backend("auto", AttentionNeed("cpu", torch.float32, 16, AttentionOptions(1.0)))
     assert name == "sdpa"
-
-
-@pytest.mark.usefixtures("nothing_known_of_backends")
-def test_a_backend_first_asked_for_within_a_checkpoint():
-    _, model = pair(dtype=torch.float32)
     checkpoint(model)
     with torch.autocast("cpu", torch.bfloat16):  # of which nothing was known when the model was patched
         model(input_ids=IDS, labels=IDS, packed_seq_lengths=[IDS.shape[1]]).loss.backward()
@@ -333,15 +311,6 @@ def test_a_patched_model_is_pickled():
     patch_of(twin).undo()
     assert patch_of(twin) is None
     assert patch_of(model) is not None
-
-
-def test_arguments_that_no_layer_reads_are_passed_on():
-    _, model = pair()
-    extra = {"token_type_ids": torch.zeros_like(IDS)}
-    losses = [
-        model(input_ids=IDS, labels=IDS, packed_seq_lengths=[10, 30], **more).loss for more in ({}, extra)
-    ]
-    assert torch.equal(*losses)
 
 
 # Parts
