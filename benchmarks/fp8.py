@@ -23,7 +23,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from unsloth_pack import FastLanguageModel
-from unsloth_pack.lora.fp8 import quantize_to_fp8
+from unsloth_pack.lora.quantised import quantize_to_fp8
 
 SHAPE = dict(vocab_size=4096, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4)
 SHAPE |= dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=2048)

@@ -413,7 +413,7 @@ def four_bits(shape: Shape) -> Iterator[Subject]:
         return
     from bitsandbytes import functional
 
-    from unsloth_pack.lora.nf4 import Nf4Weight
+    from unsloth_pack.lora.quantised import Nf4Weight
 
     states: dict[int, Any] = {}
 

@@ -147,7 +147,7 @@ def plain_model(folder: str, dtype: Any, lora: dict[str, Any], tower: str) -> tu
     from peft import LoraConfig
     from transformers import AutoModelForImageTextToText
 
-    from unsloth_pack.lora.vision_targets import TrainedParts, vision_targets
+    from unsloth_pack.lora.trained_parts import TrainedParts, vision_targets
 
     on_gpu = torch.cuda.is_available()
     has_flash = on_gpu and importlib.util.find_spec("flash_attn") is not None

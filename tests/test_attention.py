@@ -220,15 +220,6 @@ def test_values_may_have_another_head_size(sizes, monkeypatch, interpreted):
         assert_no_less_exact(lengths, options, shapes, torch.float32, runs, plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("flash", (192, 264)), ("flash", (264, 128)), ("triton", (8, 257))]
-)
-def test_the_larger_head_size_decides_what_can_run(name, sizes, monkeypatch, interpreted):
-    monkeypatch.setattr(flash, "_MAX_HEAD_DIM", 256)
-    need = AttentionNeed("cuda", torch.float16, sizes[0], OPTIONS["plain"], sizes[1])
-    assert f"not {max(sizes)}" in BACKENDS[name].why_unavailable(need)
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
     """Without a GPU, Triton's kernels run under its interpreter; caches of what can run are cleared."""

@@ -5,7 +5,6 @@ import torch
 from tiny import tiny_model
 from tiny_vision import vision_model
 
-from unsloth_pack.packing import PackedSampler
 from unsloth_pack.training import sampling
 from unsloth_pack.training.sampling import attention_share
 
@@ -35,13 +34,6 @@ def test_frozen_weights_take_two_passes_and_trained_ones_three():
     assert attention_share(model, ROWS) == share(width, lora)
     full = tiny_model("llama", device="cpu", lora={"tuning": "full"})
     assert attention_share(full, ROWS) == share(width, linear_weights(full, lambda module: 3))
-
-
-def test_longer_documents_give_attention_a_larger_share():
-    model = tiny_model("llama", device="cpu")
-    shares = [attention_share(model, [[length]]) for length in (1, 10, 100, 10_000)]
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < shares[-1] < 1
 
 
 def test_a_token_goes_through_some_experts():
@@ -78,8 +70,3 @@ def test_a_tower_is_no_work_of_a_token():
     ]
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     assert attention_share(model, ROWS) == share(width, sum(of_text))
-
-
-def test_the_sampler_takes_it():
-    weight = attention_share(tiny_model("llama", device="cpu"), ROWS)
-    assert PackedSampler(ROWS, attention_weight=weight).attention_weight == weight

@@ -14,7 +14,7 @@ from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
 from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.errors import InputError
-from unsloth_pack.memory import recompute
+from unsloth_pack.memory import checkpointing as planning
 from unsloth_pack.memory.checkpointing import RecomputePlan, enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
@@ -157,36 +157,12 @@ def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
     assert store.take(inputs[0]) is inputs[0]  # it never was on a device
 
 
-def test_an_input_that_is_fetched_and_never_taken_is_waited_for(monkeypatch):
-    """That of a frozen layer, below which nothing trains. A graph may not end before its copy does."""
-    monkeypatch.setattr(activation_offload, "_OnHost", FakeOnHost)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    store = ActivationOffload(lambda number, x: None)
-    held = [store.put(SimpleNamespace(is_cuda=True, device=None, nbytes=8)) for _ in range(3)]
-    for number in (2, 1):
-        store.take(held[number])
-    assert held[0].is_fetched
-    store.end()
-    assert [h.is_forgotten for h in held] == [True, False, False]
-
-
-def test_the_mode_of_the_last_call_counts():
-    model = checkpointed("auto")
-    enable_checkpointing(model, True)
-    assert model.get_decoder().recompute_plan is None
-    assert model.get_input_embeddings()._forward_hooks
-    assert not any(hasattr(x._gradient_checkpointing_func, "recomputes") for x in model.get_decoder().layers)
-    enable_checkpointing(model, "auto")
-    assert model.get_decoder().recompute_plan is not None
-    assert not model.get_input_embeddings()._forward_hooks
-
-
 class FakeGpu:
     """Memory as the plan reads it, in bytes."""
 
     def __init__(self, monkeypatch, free):
         self.free, self.allocated, self.peak = free, 0, 0
-        monkeypatch.setattr(recompute, "free_bytes", lambda device: self.free)
+        monkeypatch.setattr(planning, "free_bytes", lambda device: self.free)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -217,15 +193,6 @@ def test_everything_is_kept_where_it_fits_and_nothing_where_it_does_not(monkeypa
     assert plan.n_recomputed == plan.n_layers
 
 
-def test_what_is_decided_is_said_once(monkeypatch, plan, caplog):
-    for free in (10**9, 10**5):
-        FakeGpu(monkeypatch, free)
-        for _ in range(3):
-            plan.decide(1000, torch.device("cuda"))
-    said = [record.message.partition(" (")[0] for record in caplog.records]
-    assert said == [f"gradient checkpointing: {n} of 2 layers are recomputed at 1,000 tokens" for n in (0, 2)]
-
-
 @pytest.mark.parametrize(("layer_bytes", "beside"), [(500, 2000), (5000, 100), (900, 50_000)])
 def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
     plan.n_layers = 40
@@ -243,20 +210,6 @@ def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
         assert n_kept == 40 or taken + 1000 * layer_bytes > 0.94 * free
 
 
-def test_an_estimate_that_keeps_nothing_is_corrected(monkeypatch, plan):
-    """Without a kept layer no layer is measured, but the measured step still shows room for one."""
-    plan.n_layers, tokens = 40, 1000
-    layer_bytes = int(plan._per_token / 2)
-    gpu = FakeGpu(monkeypatch, free=int(plan._beside * tokens))
-    kept = []
-    for _ in range(4):
-        gpu.step(plan, tokens, layer_bytes, beside=layer_bytes)
-        kept.append(plan.n_layers - plan.n_recomputed)
-    assert kept[0] == 0
-    assert 0 < kept[1] < kept[2] == kept[3]
-    assert tokens * layer_bytes * (kept[3] + 1) <= 0.95 * gpu.free
-
-
 def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
     gpu = FakeGpu(monkeypatch, free=10**8)
     plan.n_layers = 40
@@ -272,16 +225,6 @@ def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
         n_kept = plan.n_layers - plan.n_recomputed
         assert n_kept == 0 or 1000 * expected * (n_kept * 200 + 1000) <= 0.95 * 10**8
     assert not plan.lower()
-
-
-@pytest.mark.parametrize(("fraction", "free"), [(1.0, 30), (0.5, 20)])
-def test_what_can_still_be_allocated(fraction, free, monkeypatch):
-    """The free memory of the device plus torch's reserve, up to the limit of the process."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 100))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert recompute.free_bytes(torch.device("cuda")) == free
 
 
 def test_a_host_without_memory_is_not_filled(monkeypatch):
@@ -322,7 +265,7 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
 
     monkeypatch.setattr(plan, "decide", decide)
     monkeypatch.setattr(plan, "measure_layer", nullcontext)
-    monkeypatch.setattr(recompute, "free_bytes", free)
+    monkeypatch.setattr(planning, "free_bytes", free)
     monkeypatch.setattr(plan, "lower", lambda: len(tried) < plan.n_layers)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     hooked = []

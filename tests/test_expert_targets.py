@@ -118,12 +118,6 @@ def test_what_peft_lacks_for_stacks_is_refused(options, message):
     assert places(adapted(base(), ["q_proj"], **options)) == of_q
 
 
-@pytest.mark.parametrize("beginning", [True, False, "gaussian"])
-def test_how_stacks_may_begin(beginning):
-    model = adapted(base(), ["down_proj"], init_lora_weights=beginning)
-    assert any("experts" in place for place in places(model))
-
-
 def test_all_linear_says_that_routers_stay(caplog):
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         lora_targets(shared(), "all-linear")  # as checks before a run do
@@ -218,24 +212,12 @@ def test_the_seven_names_mean_a_layer_that_joins_some(arch, joined, caplog):
         lora_targets(of_type(arch), ["gate_proj"])
 
 
-@pytest.mark.parametrize("targets", [None, "all-linear"], ids=str)
-def test_layers_and_exclusions_hold_for_experts_without_a_gate(targets):
-    one = places(adapted(of_type("nemotron_h"), targets, layers_to_transform=[1]))
-    assert one == {"layers.1.mixer.up_proj", "layers.1.mixer.down_proj"}
-    assert not UNGATED & places(adapted(of_type("nemotron_h"), targets, exclude_modules=["experts"]))
-
-
 @pytest.mark.parametrize("option", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 def test_what_peft_lacks_for_stacks_leaves_them_out_and_says_so(option, caplog):
     found = places(adapted(of_type("nemotron_h"), None, **option))
     assert found & UNGATED == set()
     assert "layers.3.mixer.shared_experts.up_proj" in found
     assert f"experts are not adapted: PEFT has no {next(iter(option))} for them" in caplog.text
-
-
-def test_target_parameters_go_before_the_names_for_experts_without_a_gate():
-    found = places(adapted(of_type("nemotron_h"), None, target_parameters=["experts.up_proj"]))
-    assert found & UNGATED == {"layers.3.mixer.experts"}
 
 
 def test_names_without_experts_are_peft_s_own():
@@ -283,11 +265,6 @@ def test_patterns_mean_the_same_in_a_saved_adapter(patterns, tmp_path):
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base(**EVERY_LAYER), tmp_path)
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-4)
-
-
-def test_target_parameters_alone():
-    model = adapted(base(**EVERY_LAYER), [], target_parameters=["mlp.experts.down_proj"])
-    assert places(model) == {f"layers.{i}.mlp.experts" for i in (0, 1)}
 
 
 @pytest.fixture(scope="module", params=[EVERY_LAYER, {}], ids=str)

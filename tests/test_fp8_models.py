@@ -8,7 +8,7 @@ from torch import nn
 
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.lora.quantised import Fp8Linear, quantize_to_fp8
 
 LENGTHS = [33, 2, 64, 1]
 

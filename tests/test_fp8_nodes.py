@@ -12,7 +12,7 @@ from tiny import random_documents, run_alone, run_packed, tiny_model
 from unsloth_pack import patch_model
 from unsloth_pack.kernels import quantize_rows
 from unsloth_pack.lora import arithmetic, mlp
-from unsloth_pack.lora.fp8 import quantize_to_fp8
+from unsloth_pack.lora.quantised import quantize_to_fp8
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
@@ -29,7 +29,7 @@ def group(kinds, dropping):
         weight = torch.randn(o, WIDTH, generator=generator)
         seed = torch.tensor([7 + number]) if dropping and number < 2 else None
         weight = quantize_rows(weight) if kind == "fp8" else weight
-        frozen.append(arithmetic.Frozen(weight, 0.5 + number, 0.3 if seed is not None else 0.0, seed))
+        frozen.append(arithmetic.Layer(weight, 0.5 + number, 0.3 if seed is not None else 0.0, seed))
         bias = torch.randn(o, generator=generator) if number != 1 else None
         a, b = (torch.randn(*shape, generator=generator) for shape in ((RANK, WIDTH), (o, RANK)))
         tensors += [bias, a, b]
@@ -133,18 +133,6 @@ def test_recomputed_layers_give_what_kept_ones_do(mode, dropout):
     model = in_fp8(dropout=dropout)
     enable_checkpointing(model, mode)
     assert_alike(outcome(model), expected)
-
-
-def test_every_weight_is_transposed_once_and_only_where_a_gradient_goes_through(monkeypatch):
-    """Of two layers: the first one's q, k and v need none, and tiles share the transposed weights."""
-    groups, transposed = [], arithmetic.fp8_transposed
-    monkeypatch.setattr(arithmetic, "fp8_transposed", lambda of: groups.append(len(of)) or transposed(of))
-    monkeypatch.setattr(mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
-    model = in_fp8()
-    outcome(model)  # with the probe of the first step
-    groups.clear()
-    outcome(model)
-    assert sorted(groups) == sorted([1, 2, 1, 1, 2, 1, 3])  # down, gate and up, o; q, k and v of the second
 
 
 def test_undone_the_layers_run_by_themselves():

@@ -238,12 +238,6 @@ def test_labels_of_the_logits_that_are_kept(keep):
     assert torch.allclose(ours.loss, theirs.loss, rtol=BOUND)
 
 
-def test_hidden_states_are_recorded():
-    out = patched()(**batch(), output_hidden_states=True)
-    assert is_fused(out)
-    assert [tuple(h.shape) for h in out.hidden_states] == [(1, sum(LENGTHS), 64)] * 3
-
-
 def test_evaluation_is_as_in_transformers():
     model = patched()
     with torch.no_grad():

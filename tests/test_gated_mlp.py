@@ -195,15 +195,6 @@ def test_an_input_that_needs_no_gradient(keep):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_no_token_at_all(keep):
-    model = adapted(torch.float32)
-    y = fused(model, keep)(torch.empty(1, 0, WIDTH, device=DEVICE, requires_grad=True))
-    y.sum().backward()
-    assert y.shape == (1, 0, WIDTH)
-    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize("keep", [True, False])
 def test_a_weight_changed_in_between_is_noticed(keep):
     model = adapted(torch.float32)
     (x, g), run = inputs(torch.float32), fused(model, keep)

@@ -15,7 +15,7 @@ from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised, quantise_experts
-from unsloth_pack.lora.fp8 import quantize_to_fp8
+from unsloth_pack.lora.quantised import quantize_to_fp8
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
 kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8"])

@@ -33,16 +33,15 @@ from unsloth_pack.checkpoints.weight_checks import check_loading, check_loftq, c
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks, quantise_experts
-from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
-from unsloth_pack.lora.nf4 import prevent_cpu_packing
+from unsloth_pack.lora.quantised import Fp8Linear, prevent_cpu_packing, quantize_to_fp8
 from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
 from unsloth_pack.lora.trained_parts import (
     check_parts,
+    list_unquantised_modules,
     refuse_adapted_rows,
     refuse_rows_without_direction,
     warn_of_longer_names,
 )
-from unsloth_pack.lora.vision_targets import list_unquantised_modules
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules import require_model

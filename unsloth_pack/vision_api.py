@@ -25,7 +25,7 @@ from unsloth_pack.images.processor import (
 from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.images.tokens import ImageTokenIds, get_image_tokens
 from unsloth_pack.layers.vision.vision_lm import PIXELS, FastVisionLM
-from unsloth_pack.lora.vision_targets import Aligner, TrainedParts, vision_targets
+from unsloth_pack.lora.trained_parts import Aligner, TrainedParts, vision_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode
 from unsloth_pack.models.spec import TOKEN_TYPES
 from unsloth_pack.modules import require_model

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
-from unsloth_pack.lora.vision_targets import (
+from unsloth_pack.lora.trained_parts import (
     TrainedParts,
     VisionParts,
     list_unquantised_modules,

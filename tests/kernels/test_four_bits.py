@@ -5,7 +5,7 @@ import torch
 from exactness import DEVICE
 
 from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
-from unsloth_pack.lora.nf4 import Nf4Weight
+from unsloth_pack.lora.quantised import Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytest.importorskip("triton")
@@ -46,18 +46,6 @@ def test_a_weight_of_bitsandbytes_on_a_gpu(shape, nested):
         assert torch.equal(Nf4Weight(packed, state).dequantized(dtype), expected)
 
 
-def test_nothing_is_read_or_written_past_the_end():
-    given, expected = quantised(5 * 64, 64, torch.float32, True)
-    packed, code, scales, *rest = given
-    poisoned = torch.full((1000,), 255, dtype=torch.uint8, device=DEVICE)
-    poisoned[: len(packed)] = packed
-    outer = torch.full((50,), float("nan"), device=DEVICE)
-    outer[:1] = scales.scale
-    assert torch.equal(
-        dequantize_4bit(poisoned[: len(packed)], code, scales._replace(scale=outer[:1]), *rest), expected
-    )
-
-
 def test_what_lies_behind_the_result_stays(monkeypatch):
     given, expected = quantised(5 * 64, 64, torch.float32, False)
     arena = torch.full((1000,), 7.0, device=DEVICE)
@@ -67,20 +55,3 @@ def test_what_lies_behind_the_result_stays(monkeypatch):
     assert torch.equal(got, expected)
     assert got.data_ptr() == arena.data_ptr()
     assert (arena[len(got) :] == 7).all()
-
-
-def test_no_blocks_at_all():
-    empty = torch.empty(0, dtype=torch.uint8, device=DEVICE)
-    code, scales = torch.zeros(16, device=DEVICE), torch.empty(0, device=DEVICE)
-    assert dequantize_4bit(empty, code, scales, 64, torch.bfloat16).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "block", "why"),
-    [(32, 48, "block is 48: pass a power of 2"), (32, 16, "block is 16"), (33, 64, r"pass \[32\]")],
-)
-def test_sizes_that_do_not_fit(n_bytes, block, why):
-    packed = torch.zeros(n_bytes, dtype=torch.uint8, device=DEVICE)
-    code, scales = torch.zeros(16, device=DEVICE), torch.zeros(1, device=DEVICE)
-    with pytest.raises(ValueError, match=why):
-        dequantize_4bit(packed, code, scales, block, torch.bfloat16)

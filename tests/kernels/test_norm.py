@@ -13,7 +13,6 @@ from exactness import (
     assert_no_worse,
     assert_same,
     far_rows,
-    leaf,
     run,
     saved_by,
 )
@@ -64,17 +63,6 @@ def test_no_less_exact_than_the_plain_path(trained, dtype, offset):
 def test_ragged_shapes(rows, C):
     check(*make(rows, C))
     check(*make(rows, C, dtype=BF16, offset=1.0), 1.0)
-
-
-def test_a_row_of_one_number():
-    """Its gradient is the difference of two nearly equal terms |g w| / |x|: judged by their rounding."""
-    x, weight, g_out = make(33, 1)
-    ours, truth = (
-        run(rms_norm, [leaf(t, d) for t in (x, weight)], leaf(g_out, d), EPS) for d in (FP32, torch.float64)
-    )
-    term = (g_out * weight / x).abs().double()
-    assert ((ours[1] - truth[1]).abs() <= 4 * torch.finfo(FP32).eps * term).all()
-    torch.testing.assert_close([ours[0].double(), ours[2].double()], [truth[0], truth[2]], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -136,25 +124,6 @@ def test_nothing_but_the_inputs_is_saved_and_rows_are_read_in_place(lay_out):
     assert (norm.as_rows(x)[0].data_ptr() == x.data_ptr()) == (lay_out in LAYOUTS_IN_PLACE)
 
 
-def test_a_gradient_of_one_number():
-    """What `.sum().backward()` hands over, with stride 0."""
-    x, weight, _ = make(3, 24)
-    check(x, weight, torch.ones((), device=DEVICE).expand(3, 24))
-
-
-def test_a_strided_weight():
-    x, weight, g_out = make(3, 24)
-    check(x, weight.detach().repeat_interleave(2)[::2].requires_grad_(), g_out)
-
-
-@pytest.mark.parametrize("shape", [(24,), (1, 24), (0, 24), (3, 0, 24), (1, 1, 1, 24)])
-def test_one_row_and_none(shape):
-    x, weight, g_out = make(*shape)
-    check(x, weight, g_out)
-    if not x.numel():
-        assert (run(rms_norm, (x, weight), g_out, EPS)[2] == 0).all()
-
-
 # The gradients
 
 
@@ -168,12 +137,6 @@ def test_a_frozen_weight_costs_nothing(offset, monkeypatch):
     assert asked == [False, True]
 
 
-def test_only_the_weight_is_trained():
-    x, weight, g_out = make(5, 64)
-    expected = run(rms_norm, (x, weight), g_out, EPS)
-    assert_same(run(rms_norm, (x.detach(), weight), g_out, EPS), [expected[0], expected[2]])
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("rows", "C"), [(50, 100), (11, 2100), (7, 1024)])
 def test_weight_gradients_of_many_blocks_are_exact_and_repeat(rows, C, dtype, monkeypatch):
@@ -182,12 +145,6 @@ def test_weight_gradients_of_many_blocks_are_exact_and_repeat(rows, C, dtype, mo
     x, weight, g_out = make(rows, C, dtype=dtype)
     check(x, weight, g_out)
     assert_same(run(rms_norm, (x, weight), g_out, EPS), run(rms_norm, (x, weight), g_out, EPS))
-
-
-def test_the_row_gradient_does_not_depend_on_whether_the_weight_is_trained():
-    x, weight, g_out = make(9, 200)
-    trained, frozen = (run(rms_norm, (x, w), g_out, EPS) for w in (weight, weight.detach()))
-    assert_same(trained[:2], frozen)
 
 
 # 64-bit indices
@@ -200,17 +157,6 @@ def test_rows_past_two_to_the_31():
     assert_same(run(rms_norm, (x, weight), far_rows(g_out, 512), EPS), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("trained", [False, True])
-def test_more_than_two_to_the_31_elements(trained):
-    C = 4096
-    x = torch.randn(2**31 // C + 3, C, dtype=BF16, device=DEVICE, requires_grad=True)
-    weight = torch.randn(C, dtype=BF16, device=DEVICE, requires_grad=trained)
-    out, gx, *_ = run(rms_norm, (x, weight), x.detach(), EPS)
-    tail = x.detach()[-64:].clone().requires_grad_()
-    assert_same((out[-64:], gx[-64:]), run(rms_norm, (tail, weight), tail.detach(), EPS)[:2])
-
-
 # Dispatch and errors
 
 
@@ -218,20 +164,3 @@ def test_more_than_two_to_the_31_elements(trained):
 def test_never_synchronises():
     x, weight, g_out = make(64, 896, dtype=BF16)
     assert_no_sync(lambda: run(rms_norm, (x, weight), g_out, EPS))
-
-
-def test_an_overwritten_input_is_noticed():
-    x, weight, g_out = make(5, 64)
-    x = x * 1
-    out = rms_norm(x, weight, EPS)
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(g_out)
-
-
-def test_leaves_of_a_graph_add_up():
-    x, weight, g_out = make(5, 64)
-    once = run(rms_norm, (x, weight), g_out, EPS)
-    both = [leaf(x), leaf(weight)]
-    twice = run(lambda x, w: rms_norm(x, w, EPS) + rms_norm(x, w, EPS), both, g_out)
-    assert_same(twice, [2 * t for t in once])

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from every_day import combinations
 from exactness import DEVICE
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
-from largest import Largest
 
-from unsloth_pack.kernels import LabelledRows, TokenScores, reference, token_scores
+from unsloth_pack.kernels import TokenScores, reference, token_scores
 from unsloth_pack.kernels.head import HeadPass
 from unsloth_pack.kernels.token_scores import FIELDS
 
@@ -206,48 +205,6 @@ def test_logits_are_computed_again_for_the_entropy_alone(with_tokens, monkeypatc
     assert all(x.grad is not None for x in tensors if x.requires_grad)
     scores.entropy.sum().backward()
     assert len(made) == 2
-
-
-def test_what_was_not_asked_for_is_none():
-    (hidden, weight), labels = make(3, 8, V=16)
-    scores = token_scores(hidden, weight, labels, fields=["entropy"])
-    assert scores.is_top1 is scores.mean_logit is scores.log_sum_sq_probs is None
-    assert scores.entropy.shape == (3,)
-
-
-def test_the_same_under_autocast(path):
-    tensors, labels = make(2, 9, 16, V=64, bias=True)
-    cast = [x.detach().to(BF16).requires_grad_(x.requires_grad) for x in tensors]
-    truth = run(token_scores, cast, labels, [torch.ones_like(labels)])
-    with torch.autocast(DEVICE, dtype=BF16):
-        got = run(token_scores, tensors, labels, [torch.ones_like(labels)])
-    for ours, theirs in zip([*got[0], got[1][0].to(BF16)], [*truth[0], truth[1][0]], strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_the_logits_of_all_tokens_never_exist(small_chunks):
-    tensors, labels = make(24, 16, V=1000, unlabelled=0.0)
-    with Largest() as largest:
-        scores = token_scores(*tensors, labels, fields=FIELDS)
-        (scores.log_prob + scores.entropy).sum().backward()
-    assert largest.elements == 1000 * 16  # the weight; all logits would be 24,000
-
-
-def test_labels_beyond_the_head_are_refused_or_make_no_number():
-    (hidden, weight), labels = make(3, 8, V=16, unlabelled=0.0)
-    labels[1] = 16
-    if DEVICE == "cuda":
-        assert token_scores(hidden, weight, labels).log_prob.isnan().tolist() == [False, True, False]
-        return
-    with pytest.raises(ValueError, match=r"labels reach from \d+ to 16, the head has 16 outputs; give"):
-        token_scores(hidden, weight, labels)
-
-
-def test_labels_counted_before_and_marked_otherwise():
-    (hidden, weight), labels = make(5, 8, V=16)
-    other = LabelledRows(labels.masked_fill(labels == -100, -1), -1)
-    got, truth = token_scores(hidden, weight, other), token_scores(hidden, weight, labels)
-    assert torch.equal(got.log_prob, truth.log_prob)
 
 
 @pytest.mark.parametrize("fields", ["entropy", ["entropi"]])

@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised
-from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.nf4 import is_linear_4bit, why_not_dequantised
+from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit, why_not_dequantised
 
 # One layer with its adapters merged. PEFT merges a float32 copy, whose outputs must stay the same.
 

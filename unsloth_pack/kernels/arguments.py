@@ -19,21 +19,13 @@ class Scaled(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """The product of gate and up: act(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
+    """The product of gate and up: act(min(gate, limit)) * (clamp(up, -limit, limit) + offset)."""
 
-    Args:
-        activation: as for `gated`.
-        alpha: act is x * σ(alpha x); 1 for SiLU. Any other only with "silu".
-        limit: of gate from above, and of up from both sides; None for none.
-        offset: added to up.
-        interleaved: gate and up alternate among the columns; otherwise gate comes first.
-    """
-
-    activation: str
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
-    interleaved: bool = False
+    activation: str  # as for `gated`
+    alpha: float = 1.0  # act is x * σ(alpha x); 1 for SiLU. Any other only with "silu"
+    limit: float | None = None  # of gate from above, and of up from both sides; None for none
+    offset: float = 0.0  # added to up
+    interleaved: bool = False  # gate and up alternate among the columns; otherwise gate comes first
 
     def halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Return gate and up `[.., F]` of `[.., 2F]`, as views."""
@@ -52,19 +44,12 @@ class Gate(NamedTuple):
 
 
 class InnerSum(NamedTuple):
-    """The outputs of gate and up in parts: base + scale * low_rank + bias[expert], rounded once.
+    """The outputs of gate and up in parts: base + scale * low_rank + bias[expert], rounded once."""
 
-    Args:
-        base: `[S, 2F]`.
-        low_rank: `[S, 2F]` and its scale, or None.
-        bias: `[E, 2F]`, or None.
-        expert: `[S]` integers, the expert of each row. None without a bias.
-    """
-
-    base: Tensor
-    low_rank: Scaled | None = None
-    bias: Tensor | None = None
-    expert: Tensor | None = None
+    base: Tensor  # `[S, 2F]`
+    low_rank: Scaled | None = None  # `[S, 2F]` and its scale, or None
+    bias: Tensor | None = None  # `[E, 2F]`, or None
+    expert: Tensor | None = None  # `[S]` integers, the expert of each row. None without a bias
 
     def total(self) -> Tensor:
         """Return the sum `[S, 2F]` in the dtype of `base`."""
@@ -78,15 +63,10 @@ class InnerSum(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A matrix `[N, F]` of low rank: scale * left rightᵀ.
+    """A matrix `[N, F]` of low rank: scale * left rightᵀ."""
 
-    Args:
-        left: `[N, r]`.
-        right: `[F, r]`, any strides.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # `[N, r]`
+    right: Tensor  # `[F, r]`, any strides
     scale: float = 1.0
 
 
@@ -94,20 +74,13 @@ Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of To
 
 
 class TokenScores(NamedTuple):
-    """Scores in the shape of the labels; 0 (False) without a label, None if not in `fields`.
+    """Scores in the shape of the labels; 0 (False) without a label, None if not in `fields`."""
 
-    Args:
-        log_prob: of the label; float32 (float64 for float64), differentiable.
-        entropy: of the distribution over the V outputs, in nats; likewise.
-        is_top1: True if the label has the first greatest logit.
-        mean_logit: over the V outputs; without gradient.
-        log_sum_sq_probs: the logarithm of the sum of squared probabilities; without gradient.
-    """
-
-    log_prob: Tensor
-    entropy: Tensor | None = None
-    is_top1: Tensor | None = None
-    mean_logit: Tensor | None = None
+    log_prob: Tensor  # of the label; float32 (float64 for float64), differentiable
+    entropy: Tensor | None = None  # of the distribution over the V outputs, in nats; likewise
+    is_top1: Tensor | None = None  # True if the label has the first greatest logit
+    mean_logit: Tensor | None = None  # over the V outputs; without gradient
+    # the logarithm of the sum of squared probabilities; without gradient
     log_sum_sq_probs: Tensor | None = None
 
 
@@ -130,33 +103,21 @@ class QKNorm:
 
 
 class NestedScales(NamedTuple):
-    """Scales of n blocks in eight bits: code[values] * scale + offset.
+    """Scales of n blocks in eight bits: code[values] * scale + offset."""
 
-    Args:
-        values: `[n]` uint8.
-        code: `[256]` float32.
-        scale: float32, one for each group of values.
-        offset: `[]` float32.
-        group: values of a group; the last group may have fewer.
-    """
-
-    values: Tensor
-    code: Tensor
-    scale: Tensor
-    offset: Tensor
-    group: int
+    values: Tensor  # `[n]` uint8
+    code: Tensor  # `[256]` float32
+    scale: Tensor  # float32, one for each group of values
+    offset: Tensor  # `[]` float32
+    group: int  # values of a group; the last group may have fewer
 
 
 class ExtraLogits(NamedTuple):
-    """Change the logits by h, with either `b` or `outputs`.
+    """Change the logits by h, with either `b` or `outputs`."""
 
-    Args:
-        h: `[..., R]`, a row for each of hidden's. Gets a gradient if it requires one.
-        b: `[V, R]`: h bᵀ is added to the logits. Gets a gradient if it requires one, summed in float32.
-        outputs: `[R]` int64, all different: h replaces the logits of these outputs. Weight and bias do not
-            count there and get no gradient from there.
-    """
-
-    h: Tensor
+    h: Tensor  # `[..., R]`, a row for each of hidden's. Gets a gradient if it requires one
+    # `[V, R]`: h bᵀ is added to the logits. Gets a gradient if it requires one, summed in float32
     b: Tensor | None = None
+    # `[R]` int64, all different: h replaces the logits of these outputs. Weight and bias do not count
+    # there and get no gradient from there
     outputs: Tensor | None = None

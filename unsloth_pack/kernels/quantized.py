@@ -41,15 +41,10 @@ _MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
 
 
 class Fp8Rows(NamedTuple):
-    """A matrix in e4m3.
+    """A matrix in e4m3."""
 
-    Args:
-        values: `[N, C]` float8_e4m3fn, contiguous.
-        scale: `[N, 1]` float32; values * scale is what they stand for.
-    """
-
-    values: Tensor
-    scale: Tensor
+    values: Tensor  # `[N, C]` float8_e4m3fn, contiguous
+    scale: Tensor  # `[N, 1]` float32; values * scale is what they stand for
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return `[N, C]` in `dtype`, computed in float32 and rounded once, in one launch."""
@@ -66,15 +61,10 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Columns(NamedTuple):
-    """Weights over one input, transposed and side by side, for the gradient of that input.
+    """Weights over one input, transposed and side by side, for the gradient of that input."""
 
-    Args:
-        values: `[I, ΣO]` float8_e4m3fn, contiguous.
-        scales: of the columns: `[O, 1]` float32 of each weight.
-    """
-
-    values: Tensor
-    scales: tuple[Tensor, ...]
+    values: Tensor  # `[I, ΣO]` float8_e4m3fn, contiguous
+    scales: tuple[Tensor, ...]  # of the columns: `[O, 1]` float32 of each weight
 
 
 def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> Fp8Rows:

@@ -11,7 +11,6 @@ B `[O, r]`, h = drop(x) Aᵀ `[N, R]`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +29,7 @@ from unsloth_pack.kernels import (
     quantize_rows,
 )
 from unsloth_pack.kernels.launch import once_differentiable
-from unsloth_pack.lora.nf4 import Nf4Weight
+from unsloth_pack.lora.quantised import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight
 Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, and torch's count of changes
@@ -44,38 +43,16 @@ class HasWeight(Protocol):
         """A tensor, or a tuple of its quantised parts, the weights first."""
 
 
-class Frozen(NamedTuple):
-    """The parts of a layer that get no gradient.
+class Layer(NamedTuple):
+    """One layer."""
 
-    Args:
-        weight: `[O, I]`.
-        scaling: factor on the adapter's output.
-        p: dropout probability of the adapter's input.
-        seed: of the dropout mask; None if p is 0.
-    """
-
-    weight: Weight
-    scaling: float
-    p: float = 0.0
-    seed: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer: bias and b_Or in the compute dtype, and its slice of the R stacked ranks."""
-
-    frozen: Frozen
-    bias: Tensor | None
-    b_Or: Any
-    ranks: slice
-
-    @property
-    def weight(self) -> Weight:
-        return self.frozen.weight
-
-    @property
-    def scaling(self) -> float:
-        return self.frozen.scaling
+    weight: Weight  # `[O, I]`, frozen
+    scaling: float  # factor on the adapter's output
+    p: float = 0.0  # dropout probability of the adapter's input
+    seed: Tensor | None = None  # of the dropout mask; None if p is 0
+    bias: Tensor | None = None  # bias, b_Or: in the compute dtype; b_Or is None before `stack_layers`
+    b_Or: Any = None
+    ranks: slice = slice(0)  # its slice of the R stacked ranks
 
     def apply_dropout(self, x_NC: Tensor, first_row: int, add_to: Tensor | None = None) -> Tensor:
         """Apply dropout to rows of the layer's input from `first_row` on, or to their gradient.
@@ -83,14 +60,13 @@ class Layer:
         Args:
             add_to: the result is added to it in place.
         """
-        _, _, p, seed = self.frozen
-        if seed is None:
+        if self.seed is None:
             return x_NC if add_to is None else add_to.add_(x_NC)
-        return dropout(x_NC, seed, p, first_row, add_to)
+        return dropout(x_NC, self.seed, self.p, first_row, add_to)
 
 
 def stack_layers(
-    dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]
+    dtype: torch.dtype, layers: Sequence[Layer], tensors: Sequence[Any]
 ) -> tuple[Tensor, list[Layer]]:
     """Stack A of all layers, `[R, I]`; return it and the layers, all in the dtype.
 
@@ -105,20 +81,18 @@ def stack_layers(
         a_RI = lora_as[0].new_empty((sum(ranks), lora_as[0].shape[1]), dtype=dtype)
         b_Ors = [torch.empty_like(lora_b, dtype=dtype) for lora_b in lora_bs]
         torch._foreach_copy_([*a_RI.split(ranks), *b_Ors], [*lora_as, *lora_bs])  # in one launch
-    layers, start = [], 0
-    for own, bias, b_Or, rank in zip(frozen, tensors[::3], b_Ors, ranks, strict=True):
-        cast_bias = None if bias is None else bias.to(dtype)
-        layers.append(Layer(own, cast_bias, b_Or, slice(start, start + rank)))
+    stacked, start = [], 0
+    for layer, bias, b_Or, rank in zip(layers, tensors[::3], b_Ors, ranks, strict=True):
+        own_bias = None if bias is None else bias.to(dtype)
+        stacked.append(layer._replace(bias=own_bias, b_Or=b_Or, ranks=slice(start, start + rank)))
         start += rank
-    return a_RI, layers
+    return a_RI, stacked
 
 
 def dequantise(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     """Dequantise 4-bit weights once for all tiles."""
     return [
-        replace(p, frozen=p.frozen._replace(weight=p.weight.dequantized(dtype)))
-        if isinstance(p.weight, Nf4Weight)
-        else p
+        p._replace(weight=p.weight.dequantized(dtype)) if isinstance(p.weight, Nf4Weight) else p
         for p in layers
     ]
 
@@ -314,7 +288,7 @@ def backward_pass(backward: Callable[..., Any]) -> Any:
 
 
 def _has_dropout(layers: Sequence[Layer]) -> bool:
-    return any(p.frozen.seed is not None for p in layers)
+    return any(p.seed is not None for p in layers)
 
 
 def _quantise_input(layers: Sequence[Layer], x_NI: Tensor) -> Fp8Rows | None:

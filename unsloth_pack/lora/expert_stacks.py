@@ -3,7 +3,7 @@
 transformers stacks the weights of all experts of a layer in two parameters; attributes of the module describe
 their layout. PEFT adapts such a parameter by a `ParamWrapper` around the module, nested if both are adapted.
 A stack in 4 bits or in fp8 is frozen, and a torch parametrization of the parameter: PEFT and transformers'
-forward read dequantised_stacks weights, the fused forward reads the quantised ones.
+forward read dequantised weights, the fused forward reads the quantised ones.
 """
 
 import copy
@@ -28,18 +28,12 @@ _BLOCK = 64  # elements that share a scale in NF4
 
 
 class Nf4Stack(NamedTuple):
-    """A stack in NF4 (Dettmers et al. 2023, "QLoRA").
+    """A stack in NF4 (Dettmers et al. 2023, "QLoRA")."""
 
-    Args:
-        packed: uint8, in the layout of bitsandbytes.
-        code, scales: as for `dequantize_4bit`.
-        shape, dtype: of the dequantised_stacks stack.
-    """
-
-    packed: Tensor
-    code: Tensor
+    packed: Tensor  # uint8, in the layout of bitsandbytes
+    code: Tensor  # code, scales: as for `dequantize_4bit`
     scales: NestedScales
-    shape: torch.Size
+    shape: torch.Size  # shape, dtype: of the dequantised stack
     dtype: torch.dtype
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -48,13 +42,7 @@ class Nf4Stack(NamedTuple):
 
 
 class Fp8Stack(NamedTuple):
-    """A stack in e4m3 with a scale for every row.
-
-    Args:
-        values: float8_e4m3fn.
-        scale: float32, 1 in its last dim.
-        dtype: of the dequantised_stacks stack.
-    """
+    """A stack in e4m3 with a scale for every row; dtype: of the dequantised stack."""
 
     values: Tensor
     scale: Tensor
@@ -68,6 +56,9 @@ class Fp8Stack(NamedTuple):
         """Return the stack in `dtype`."""
         rows = Fp8Rows(self.values.flatten(0, 1), self.scale.view(-1, 1))
         return rows.dequantized(dtype).view(self.shape)
+
+
+StoredStack = Tensor | Nf4Stack | Fp8Stack
 
 
 class _Nf4Dequantizer(nn.Module):
@@ -113,7 +104,7 @@ class _Fp8Dequantizer(nn.Module):
         return self.stored(values).dequantized(self.dtype)
 
 
-def get_stored_stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack | None:
+def get_stored_stack(experts: Any, name: str) -> StoredStack | None:
     """Return a module's stack as it is stored; None without one, or if a parametrization changes it."""
     if not is_parametrized(experts, name):
         weight = getattr(experts, name, None)
@@ -135,7 +126,15 @@ def quantise_stacks(experts: Any, kind: str) -> bool:
     if any(weight.numel() % _BLOCK or weight.shape[-1] % 16 for weight in weights):
         return False
     for name, weight in zip(STACKS, weights, strict=True):
-        values, dequantizer = _to_nf4(weight) if kind == "nf4" else _to_fp8(weight)
+        dequantizer: nn.Module
+        if kind == "nf4":
+            options: dict[str, Any] = {"blocksize": _BLOCK, "quant_type": "nf4", "compress_statistics": True}
+            values, state = functional.quantize_4bit(weight.contiguous(), **options)
+            dequantizer = _Nf4Dequantizer(state)
+        else:
+            rows = quantize_rows(weight.flatten(0, 1))
+            values = rows.values.view(weight.shape)
+            dequantizer = _Fp8Dequantizer(rows.scale.view(*weight.shape[:2], 1), weight.dtype)
         setattr(experts, name, nn.Parameter(values, requires_grad=False))
         register_parametrization(experts, name, dequantizer, unsafe=True)
     return True
@@ -161,10 +160,10 @@ def placeholder_stacks(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as exits:
         for experts in [module for module in model.modules() if _is_quantised_module(module)]:
-            device = next(experts.parameters()).device
             stacks: dict[str, Any] = {name: get_stored_stack(experts, name) for name in STACKS}
+            like = next(experts.parameters())
             empty = {
-                name: torch.zeros(1, dtype=stack.dtype, device=device).expand(stack.shape)
+                name: like.new_zeros(1, dtype=stack.dtype).expand(stack.shape)
                 for name, stack in stacks.items()
             }
             exits.enter_context(_as_parameters(experts, empty))
@@ -173,7 +172,7 @@ def placeholder_stacks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def dequantised_stacks(experts: Any) -> Iterator[None]:
-    """Replace a module's quantised stacks by dequantised_stacks parameters, unpatched, for a while.
+    """Replace a module's quantised stacks by dequantised parameters, unpatched, for a while.
 
     PEFT 0.21 does not remove its own parametrization from a parameter that had another one before.
     """
@@ -207,27 +206,11 @@ def _replace_by_parameters(experts: Any, weights: Mapping[str, Tensor]) -> None:
     torch's `remove_parametrizations` would take a patched class for its own.
     """
     kinds = type(experts).__mro__
-    parametrized = max(
-        i for i, kind in enumerate(kinds) if STACKS[0] in vars(kind)
-    )  # torch's: it has a property
+    parametrized = max(i for i, kind in enumerate(kinds) if STACKS[0] in vars(kind))  # has torch's property
     del experts.parametrizations
     experts.__class__ = kinds[parametrized + 1]
     for name, weight in weights.items():
         setattr(experts, name, nn.Parameter(weight, requires_grad=False))
-
-
-def _to_nf4(weight: Tensor) -> tuple[Tensor, nn.Module]:
-    packed, state = functional.quantize_4bit(
-        weight.contiguous(), blocksize=_BLOCK, quant_type="nf4", compress_statistics=True
-    )
-    return packed, _Nf4Dequantizer(state)
-
-
-def _to_fp8(weight: Tensor) -> tuple[Tensor, nn.Module]:
-    rows = quantize_rows(weight.flatten(0, 1))
-    return rows.values.view(weight.shape), _Fp8Dequantizer(
-        rows.scale.view(*weight.shape[:2], 1), weight.dtype
-    )
 
 
 UNGATED_STACKS = ("up_proj", "down_proj")
@@ -268,17 +251,11 @@ class PeftStack(nn.Module):
 
 
 class ExpertAdapter(NamedTuple):
-    """One adapter on a stack, in PEFT's layout: A expert by expert, B rank by rank.
+    """One adapter on a stack, in PEFT's layout: A expert by expert, B rank by rank."""
 
-    Args:
-        lora_a: `[E * r, I]`.
-        lora_b: `[O, r * E]`.
-        scaling: factor on its output.
-    """
-
-    lora_a: Tensor
-    lora_b: Tensor
-    scaling: float
+    lora_a: Tensor  # `[E * r, I]`
+    lora_b: Tensor  # `[O, r * E]`
+    scaling: float  # factor on its output
 
 
 def is_experts(module: Any) -> bool:

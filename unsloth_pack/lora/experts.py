@@ -41,18 +41,12 @@ _RANK_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that grouped GEMMs rea
 
 
 class Stack(NamedTuple):
-    """The frozen weights of all experts for one projection.
+    """The frozen weights of all experts for one projection."""
 
-    Args:
-        weight: `[E, O, I]`, or `[E, I, O]` if `is_transposed`. A quantised one is dequantised at each use.
-        bias: `[E, O]`, or None.
-        scaling: factor on the adapter's output; None without an adapter.
-    """
-
-    weight: Any
+    weight: Any  # `[E, O, I]`, or `[E, I, O]` if `is_transposed`. A quantised one is dequantised at each use
     is_transposed: bool
-    bias: Tensor | None
-    scaling: float | None
+    bias: Tensor | None  # `[E, O]`, or None
+    scaling: float | None  # factor on the adapter's output; None without an adapter
 
     def weight_EIO(self, dtype: torch.dtype) -> Tensor:
         """Return a view of the weights, dequantised if necessary."""
@@ -61,21 +55,13 @@ class Stack(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The rows of each expert, on the device.
+    """The rows of each expert, on the device."""
 
-    Args:
-        expert_S: the expert of each row, ascending.
-        slot_S: the row's index among the N * k choices of an expert.
-        token_S: the token of each row.
-        place_Nk: the rows of each token.
-        ends_E: int32, the first row after those of each expert.
-    """
-
-    expert_S: Tensor
-    slot_S: Tensor
-    token_S: Tensor
-    place_Nk: Tensor
-    ends_E: Tensor
+    expert_S: Tensor  # the expert of each row, ascending
+    slot_S: Tensor  # the row's index among the N * k choices of an expert
+    token_S: Tensor  # the token of each row
+    place_Nk: Tensor  # the rows of each token
+    ends_E: Tensor  # int32, the first row after those of each expert
 
     @classmethod
     def sort(cls, experts_Nk: Tensor, n_experts: int) -> "Routing":
@@ -134,16 +120,11 @@ class _Call:
 
 
 class _Adapter(NamedTuple):
-    """An adapter for grouped GEMMs, in the compute dtype.
+    """An adapter for grouped GEMMs, in the compute dtype."""
 
-    Args:
-        a_ErI, b_ErO: contiguous, r padded to a multiple of 8 with zeros.
-        rank: without the padding.
-    """
-
-    a_ErI: Tensor
+    a_ErI: Tensor  # a_ErI, b_ErO: contiguous, r padded to a multiple of 8 with zeros
     b_ErO: Tensor
-    rank: int
+    rank: int  # without the padding
     scaling: float
 
     @classmethod

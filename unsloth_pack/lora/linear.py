@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,13 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
-from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_dequantised
+from unsloth_pack.lora.quantised import (
+    LORA_4BIT_TYPES,
+    Fp8Linear,
+    is_linear_4bit,
+    nf4_weight,
+    why_not_dequantised,
+)
 from unsloth_pack.modules import (
     GATHERED_BY_MODULE,
     has_hooks,
@@ -63,15 +67,10 @@ _LORA_TYPES: tuple[type[nn.Module], ...] = (LoraLinear, *LORA_4BIT_TYPES)
 
 
 class Recipe(NamedTuple):
-    """The recomputation of an activation in the backward pass, in place of saving it.
+    """The recomputation of an activation in the backward pass, in place of saving it."""
 
-    Args:
-        compute: gives the same bits every time.
-        inputs: its arguments: tensors that are saved for the backward pass anyway.
-    """
-
-    compute: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]
+    compute: Callable[..., Tensor]  # gives the same bits every time
+    inputs: tuple[Tensor, ...]  # its arguments: tensors that are saved for the backward pass anyway
 
     @property
     def is_fresh(self) -> bool:
@@ -123,11 +122,10 @@ class FastLoraLinear(PeftLinear):
     def _can_be_fused(self) -> bool:
         return not self.disable_adapters and not self.merged and why_not_fused(self) is None
 
-    def frozen(self) -> arithmetic.Frozen:
-        """Return the weight, the scaling, and dropout with a new seed at every call."""
+    def frozen(self) -> arithmetic.Layer:
+        """Return the layer without its tensors, with a new seed of dropout at every call."""
         base, adapter = self.base_layer, self.active_adapters[0]
-        weight: arithmetic.Weight
-        (weight,) = arithmetic.detach_all([base.weight])
+        weight: arithmetic.Weight = base.weight.detach()
         if isinstance(base, Fp8Linear):
             weight = base.rows
         elif is_linear_4bit(base):
@@ -135,8 +133,8 @@ class FastLoraLinear(PeftLinear):
         dropout = self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
         if not (dropout.training and p):
-            return arithmetic.Frozen(weight, self.scaling[adapter])
-        return arithmetic.Frozen(weight, self.scaling[adapter], p, draw_seed(base.weight.device))
+            return arithmetic.Layer(weight, self.scaling[adapter])
+        return arithmetic.Layer(weight, self.scaling[adapter], p, draw_seed(base.weight.device))
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return the bias (the base's, the adapter's or their sum) or None, A and B."""
@@ -229,17 +227,17 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, recipe: Recipe, frozen: Sequence[arithmetic.Frozen], *tensors: Tensor | None
+        ctx: Any, x: Tensor, recipe: Recipe, frozen: Sequence[arithmetic.Layer], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         x_NI = x.reshape(-1, x.shape[-1])
         a_RI, layers = arithmetic.stack_layers(x.dtype, frozen, arithmetic.detach_all(tensors))
         outputs, h_NR = arithmetic.forward(x_NI, a_RI, layers)
-        seeds = [p.frozen.seed for p in layers]
+        seeds = [p.seed for p in layers]
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         ctx.versions = arithmetic.record_versions(frozen)
-        ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
+        ctx.layers = [p._replace(bias=None, b_Or=None, seed=None) for p in layers]
         return tuple(arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs)
 
     @staticmethod
@@ -250,8 +248,7 @@ class _LoraLinears(torch.autograd.Function):
         n = len(ctx.layers)
         b_Ors, seeds, inputs = saved[:n], saved[n : 2 * n], saved[2 * n :]
         layers = [
-            replace(p, b_Or=b_Or, frozen=p.frozen._replace(seed=seed))
-            for p, b_Or, seed in zip(ctx.layers, b_Ors, seeds, strict=True)
+            p._replace(b_Or=b_Or, seed=seed) for p, b_Or, seed in zip(ctx.layers, b_Ors, seeds, strict=True)
         ]
         x_NI = ctx.compute(*inputs).reshape(-1, ctx.shape[-1])
         g_NOs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]

@@ -61,21 +61,15 @@ class _Stack(NamedTuple):
 
 @dataclass
 class _Plan:
-    """Arguments of one call, besides tensors.
-
-    Args:
-        compute: computes x from the first `n_inputs` saved tensors.
-        is_fresh: True if that x may be overwritten.
-        start: the autograd node of `SaveInputs`, if it saved them.
-    """
+    """Arguments of one call, besides tensors."""
 
     activation: str
-    frozen: list[arithmetic.Frozen]
-    compute: Callable[..., Tensor]
-    is_fresh: bool
+    frozen: list[arithmetic.Layer]
+    compute: Callable[..., Tensor]  # computes x from the first `n_inputs` saved tensors
+    is_fresh: bool  # True if that x may be overwritten
     n_inputs: int
     keep: bool
-    start: Any = None
+    start: Any = None  # the autograd node of `SaveInputs`, if it saved them
 
     def stacks(self, dtype: torch.dtype, tensors: Sequence[Any]) -> tuple[_Stack, _Stack]:
         """Stack the layers of gate and up, and that of down."""
@@ -174,18 +168,13 @@ def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class _Inside(NamedTuple):
-    """The outputs of the layers of gate and up.
+    """The outputs of the layers of gate and up."""
 
-    Args:
-        h: `[t, R]` = x Aᵀ.
-        outputs: `[t, O]` of each layer, without the low-rank parts, which the activation's kernels add.
-        stored: True if the forward kernel has stored the sums there.
-    """
-
-    h: Tensor
+    h: Tensor  # `[t, R]` = x Aᵀ
+    # `[t, O]` of each layer, without the low-rank parts, which the activation's kernels add
     outputs: Sequence[Tensor]
     layers: Sequence[arithmetic.Layer]
-    stored: bool = False
+    stored: bool = False  # True if the forward kernel has stored the sums there
 
     @classmethod
     def compute(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_Inside":

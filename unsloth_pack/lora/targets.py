@@ -23,21 +23,13 @@ from unsloth_pack.models import arch_spec_for
 
 
 def check_patterns(adapted: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Refuse a pattern that no adapted path matches, for example q_proj in a model with one qkv_proj.
-
-    PEFT ignores such a pattern without a word. options: fields of the `LoraConfig`.
-
-    Raises:
-        InputError: names the pattern.
-    """
+    """Raise InputError for a pattern that no adapted path matches: PEFT ignores it silently."""
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in options.get(field) or {}:
             try:
                 matches = re.compile(rf"(.*\.)?({pattern})$").match  # as in PEFT
             except re.error as error:
-                raise InputError(
-                    f"{field} has {pattern!r}, which is no pattern: {error}; correct it"
-                ) from None
+                raise InputError(f"{field} has {pattern!r}, which is no pattern: {error}") from None
             if not any(map(matches, adapted)):
                 names = ", ".join(sorted(set(map(_leaf, adapted)))) or "no layers"
                 raise InputError(
@@ -61,14 +53,11 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Raise InputError for `target_parameters` that the model does not have."""
     if isinstance(names, str):
         raise InputError(f"target_parameters is {names!r}; give a list of ends of paths")
-    sizes = {path: parameter.dim() for path, parameter in model.named_parameters()}
-    paths = sorted(sizes, key=sizes.__getitem__)  # stacks of experts last
-    absent = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in paths)]
-    if absent:
+    paths = [path for path, _ in model.named_parameters()]
+    if absent := [name for name in names if not any(_ends_with(path, name) for path in paths)]:
         wrong = ", ".join(map(repr, absent))
         raise InputError(
-            f"target_parameters names {wrong}, and no path of a parameter ends so; "
-            f"give ends of paths, such as {paths[-1]}"
+            f"target_parameters names {wrong}, and no parameter's path ends so; give ends of paths"
         )
 
 
@@ -89,29 +78,21 @@ _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of an adapter, for PEFT's `LoraConfig`.
+    """The targets of an adapter, for PEFT's `LoraConfig`."""
 
-    Args:
-        modules: `target_modules`.
-        parameters: `target_parameters`.
-        doubles_gate_and_up: True if the stacks of gate and up get twice the rank, once for each of the two.
-        paths: of the adapted layers and stacked parameters.
-        notes: on names that are adapted differently, or not at all.
-    """
-
-    modules: str | list[str]
-    parameters: tuple[str, ...] = ()
+    modules: str | list[str]  # `target_modules`
+    parameters: tuple[str, ...] = ()  # `target_parameters`
+    # True if the stacks of gate and up get twice the rank, once for each of the two
     doubles_gate_and_up: bool = False
-    paths: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()  # of the adapted layers and stacked parameters
+    notes: tuple[str, ...] = ()  # on names that are adapted differently, or not at all
 
     def config_fields(self, r: int, lora_alpha: float, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a `LoraConfig`; the caller's fields in `options` take precedence."""
         fields = {**options, "target_modules": self.modules}
         if self.parameters:
-            fields["target_parameters"] = sorted(
-                {*(options.get("target_parameters") or ()), *self.parameters}
-            )
+            own = options.get("target_parameters") or ()
+            fields["target_parameters"] = sorted({*own, *self.parameters})
         for name, value in (("rank_pattern", 2 * r), ("alpha_pattern", 2 * lora_alpha)):
             patterns = dict(options.get(name) or {})
             if self.doubles_gate_and_up:
@@ -140,9 +121,8 @@ def _join_names(model: Any, names: str | Collection[str], notes: list[str]) -> s
     """Replace the names of layers that the model joins by the joined layer's."""
     if isinstance(names, str) or not isinstance(names, Collection):
         return names
-    linear = {
-        _leaf(path) for path, module in _inside(model, model.get_decoder()) if isinstance(module, nn.Linear)
-    }
+    modules = _inside(model, model.get_decoder())
+    linear = {_leaf(path) for path, module in modules if isinstance(module, nn.Linear)}
     result = list(names)
     for parts, joined in _JOINED.items():
         if joined in linear and linear.isdisjoint(parts) and set(parts) <= {*result}:
@@ -217,105 +197,90 @@ def _choose_targets(
         return Targets(modules, _choose_ungated_stacks(model, names, options, notes))
     if target_modules is None and options.get("target_parameters"):
         experts = {}
-    return _Choice(model, names, experts, options, notes).targets()
+    return _choose_beside_experts(model, names, experts, options, notes)
 
 
-class _Choice:
+def _choose_beside_experts(
+    model: Any,
+    names: str | Collection[str],
+    experts: Mapping[str, nn.Module],
+    options: Mapping[str, Any],
+    notes: list[str],
+) -> Targets:
     """Choose the targets in a model with routed experts.
 
     Args:
         experts: modules of stacked experts by path, for names to choose from.
-        options: fields of the `LoraConfig`.
-        notes: see `Targets`; lines are added.
+
+    Raises:
+        InputError: gate without up.
     """
+    decoder, is_all = model.get_decoder(), names == "all-linear"
+    is_pattern = isinstance(names, str) and not is_all  # may also mean layers of a tower
+    is_wanted, is_selected = _make_matcher(names), partial(_is_selected, options)
+    wanted = {
+        path: module
+        for path, module in (model.named_modules() if is_pattern else _inside(model, decoder))
+        if isinstance(module, nn.Linear) and is_wanted(path) and not (is_all and _is_router(model, path))
+    }
+    # Names mean ends of paths, as in PEFT; anything else is spelt out
+    chooses_layers = options.get("layers_to_transform") is not None or options.get("exclude_modules")
+    by_name = not chooses_layers and model.base_model is decoder and not isinstance(names, str)
 
-    def __init__(
-        self,
-        model: Any,
-        names: str | Collection[str],
-        experts: Mapping[str, nn.Module],
-        options: Mapping[str, Any],
-        notes: list[str],
-    ):
-        self._names, self._experts, self._notes = names, experts, notes
-        decoder = model.get_decoder()
-        is_pattern = isinstance(names, str) and names != "all-linear"  # may also mean layers of a tower
-        self._linear = {
-            path: module
-            for path, module in (model.named_modules() if is_pattern else _inside(model, decoder))
-            if isinstance(module, nn.Linear) and not (names == "all-linear" and _is_router(model, path))
-        }
-        self._is_selected = partial(_is_selected, options)
-        self._is_wanted = _make_matcher(names)
-        # Names mean ends of paths, as in PEFT; anything else is spelt out
-        chooses_layers = options.get("layers_to_transform") is not None or options.get("exclude_modules")
-        is_whole = not chooses_layers and model.base_model is decoder
-        self._by_name = is_whole and not isinstance(names, str)
+    named, doubles = _choose_stacks(filter(is_selected, experts), is_wanted, is_all)
+    if by_name and {path for path, _ in named} == experts.keys():
+        parameters = sorted({stack for _, stack in named})
+    else:
+        parameters = [f"{path}.{stack}" for path, stack in named if is_selected(path, stack)]
+    mlps = [path for path in wanted if _leaf(path) in _STACK_OF]
+    if quantised := [path for path in mlps if type(wanted[path]) is not nn.Linear]:
+        notes.append(
+            f"{quantised[0]} and {len(quantised) - 1} more layers beside the experts are not adapted: "
+            "PEFT cannot adapt both while they are quantised"
+        )
+    if is_all:
+        notes.append("all-linear leaves the routers of experts as they are")
+    # Through their weights, since PEFT would translate the names
+    plain = [path for path in mlps if path not in quantised]
+    if by_name:
+        weights = [name for name in names if any(_ends_with(path, name) for path in plain)]
+    else:
+        weights = [path for path in plain if is_selected(path)]
+    if isinstance(names, str):
+        modules = [path for path in wanted if path not in mlps and is_selected(path)]
+    else:
+        modules = [name for name in names if _leaf(name) not in _STACK_OF]
+    return Targets(modules, (*parameters, *(f"{name}.weight" for name in weights)), doubles)
 
-    def targets(self) -> Targets:
-        """Return the targets; InputError for gate without up."""
-        stacks, doubles = self._stacks()
-        mlps = [path for path in self._wanted_linear() if _leaf(path) in _STACK_OF]
-        quantised = [path for path in mlps if type(self._linear[path]) is not nn.Linear]
-        if quantised:
-            self._notes.append(
-                f"{quantised[0]} and {len(quantised) - 1} more layers beside the experts are not adapted: "
-                "PEFT cannot adapt both while they are quantised"
-            )
-        if self._names == "all-linear":
-            self._notes.append("all-linear leaves the routers of experts as they are")
-        plain = [path for path in mlps if path not in quantised]
-        return Targets(self._modules(), (*stacks, *self._weights(plain)), doubles)
 
-    def _modules(self) -> list[str]:
-        """Choose `target_modules`, without the names that PEFT would translate."""
-        if isinstance(self._names, str):
-            wanted = [path for path in self._wanted_linear() if _leaf(path) not in _STACK_OF]
-            return [path for path in wanted if self._is_selected(path)]
-        return [name for name in self._names if _leaf(name) not in _STACK_OF]
-
-    def _wanted_linear(self) -> list[str]:
-        return [path for path in self._linear if self._is_wanted(path)]
-
-    def _weights(self, paths: Sequence[str]) -> list[str]:
-        """Return `target_parameters` for linear layers of these paths."""
-        if not self._by_name:
-            return [f"{path}.weight" for path in paths if self._is_selected(path)]
-        return [f"{name}.weight" for name in self._names if any(_ends_with(path, name) for path in paths)]
-
-    def _stacks(self) -> tuple[list[str], bool]:
-        """Choose `target_parameters` for experts; True if their gate and up were named separately."""
-        chosen, doubles = [], False
-        names = _EXPERT_NAMES if self._names == "all-linear" else _STACK_OF
-        for path in filter(self._is_selected, self._experts):
-            named = {name for name in names if self._is_wanted(f"{path}.{name}")}
-            for halves in _HALVES:
-                if len(missing := halves - named) == 1:
-                    (half,) = halves & named
-                    raise InputError(
-                        f"target_modules names {half!r} of experts without {missing.pop()!r}, but one stack "
-                        "holds both; name both or neither",
-                        about="target_modules",
-                    )
-                doubles |= halves <= named
-            chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
-        if self._by_name and {path for path, _ in chosen} == self._experts.keys():
-            return sorted({stack for _, stack in chosen}), doubles
-        return [f"{path}.{stack}" for path, stack in chosen if self._is_selected(path, stack)], doubles
+def _choose_stacks(
+    experts: Iterable[str], is_wanted: Callable[[str], bool], is_all: bool
+) -> tuple[list[tuple[str, str]], bool]:
+    """Choose the stacks of experts, with their paths; True if gate and up were named separately."""
+    chosen, doubles = [], False
+    for path in experts:
+        named = {name for name in (_EXPERT_NAMES if is_all else _STACK_OF) if is_wanted(f"{path}.{name}")}
+        for halves in _HALVES:
+            if len(missing := halves - named) == 1:
+                (half,) = halves & named
+                raise InputError(
+                    f"target_modules names {half!r} of experts without {missing.pop()!r}, but one stack "
+                    "holds both; name both or neither",
+                    about="target_modules",
+                )
+            doubles |= halves <= named
+        chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
+    return chosen, doubles
 
 
 def _is_selected(options: Mapping[str, Any], *parts: str) -> bool:
     """True if `layers_to_transform` and `exclude_modules` let a path be adapted."""
-    path, layers, excluded = (
-        ".".join(parts),
-        options.get("layers_to_transform"),
-        options.get("exclude_modules"),
-    )
+    path, layers = ".".join(parts), options.get("layers_to_transform")
     if layers is not None:
         number = _LAYER_NUMBER.search(f".{path}")
         if number is None or int(number[1]) not in ([layers] if isinstance(layers, int) else layers):
             return False
-    if not excluded:
+    if not (excluded := options.get("exclude_modules")):
         return True
     is_excluded = _make_matcher(excluded)
     others = [f"{parts[0]}.{name}" for name, stack in _STACK_OF.items() if stack == parts[-1]]
@@ -443,12 +408,13 @@ def refuse_on_stacks(targets: Targets, options: Mapping[str, Any]) -> None:
     refused = {name: options[name] for name in _LINEAR_ONLY if options.get(name)}
     if (init := options.get("init_lora_weights", True)) not in _WEIGHTLESS_INITS:
         refused["init_lora_weights"] = init
-    at_once([partial(_refuse, name, value, stacks[0]) for name, value in refused.items()])
-
-
-def _refuse(name: str, value: Any, stack: str) -> None:
-    raise InputError(
-        f"{name} is {value!r}, which PEFT's LoRA does not have on stacked parameters of experts ({stack}); "
-        f"drop {name}, or give target_modules without layers of experts",
-        about=(name, "target_modules"),
-    )
+    place = f"stacked parameters of experts ({stacks[0]})"
+    errors = [
+        InputError(
+            f"{name} is {value!r}, which PEFT's LoRA does not have on {place}; drop {name}, or give "
+            "target_modules without layers of experts",
+            about=(name, "target_modules"),
+        )
+        for name, value in refused.items()
+    ]
+    at_once([lambda: errors])

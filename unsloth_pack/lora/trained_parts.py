@@ -1,16 +1,185 @@
-"""Check what trains beside LoRA's matrices: biases, whole modules, single tokens, some of the layers."""
+"""Parts of a model that train as a whole, by single tokens, or with an adapter on a vision tower."""
 
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain, zip_longest
+from typing import Any, Literal
 
-import torch
+from torch import nn
 
 from unsloth_pack.errors import InputError, at_once, require_whole
-from unsloth_pack.lora.targets import check_names
+from unsloth_pack.lora.targets import NO_LAYERS, check_names, list_default_names, list_expert_layers
 
 logger = logging.getLogger("unsloth_pack")
+
+Aligner = Literal["full", "lora", False]
+
+# Paths beside the decoder: of Qwen-VL, LLaVA and the like, Idefics and SmolVLM
+_TOWERS = ("visual", "vision_tower", "vision_model")
+_ALIGNERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
+_ATTENTION, _MLP = re.compile(r"\.(self_)?attn\.|\.attention\."), re.compile(r"\.mlp\.|\.feed_forward\.")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
+
+@dataclass(frozen=True)
+class VisionParts:
+    """Paths of modules."""
+
+    tower: str  # the image encoder
+    # the projection of its features into the decoder's embeddings; inside the tower in some models
+    aligner: tuple[str, ...]
+    decoder: str  # the language model
+    head: str  # of the language model, outside the decoder
+
+    @classmethod
+    def locate(cls, model: Any) -> "VisionParts":
+        """Locate the parts of a model; InputError without a tower of a known name."""
+        paths = {module: path for path, module in model.named_modules()}
+        decoder = paths[model.get_decoder()]
+        parent, known = decoder.rpartition(".")[0], {*paths.values()}
+        tower, *_ = *_existing(parent, _TOWERS, known), ""
+        aligner = tuple(_existing(parent, _ALIGNERS, known))
+        if not tower or not aligner:
+            kind = f"model type {model.config.model_type!r}"
+            raise InputError(f"{kind} has no vision tower of a known name; use FastLanguageModel")
+        return cls(tower, aligner, decoder, paths.get(model.get_output_embeddings(), "lm_head"))
+
+    def kind(self, path: str) -> Literal["aligner", "tower", "decoder", ""]:
+        """Return the part of a module; "" for the head."""
+        if any(_is_in(path, part) for part in self.aligner):
+            return "aligner"
+        if _is_in(path, self.tower):
+            return "tower"
+        return "decoder" if _is_in(path, self.decoder) else ""
+
+    def owner(self, parameter: str) -> Literal["aligner", "tower", "decoder"]:
+        """Return the part that a parameter freezes with: the head with the decoder.
+
+        A parameter of no part is between images and text, such as LLaVA-OneVision's `image_newline`, and
+        freezes with the aligner.
+        """
+        return self.kind(parameter) or ("decoder" if _is_in(parameter, self.head) else "aligner")
+
+
+def _existing(parent: str, names: tuple[str, ...], known: set[str]) -> Iterator[str]:
+    return (path for name in names if (path := f"{parent}.{name}".lstrip(".")) in known)
+
+
+def _is_in(path: str, part: str) -> bool:
+    return path == part or path.startswith(f"{part}.")
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """The trained parts of a model of vision and language; arguments of `get_peft_model`."""
+
+    vision_layers: bool = False
+    language_layers: bool = True
+    attention_modules: bool = True
+    mlp_modules: bool = True
+    aligner: Aligner = "full"
+
+    def check(self) -> None:
+        """Raise InputError for wrong values, and for a choice without a layer for an adapter."""
+        for name in ("vision_layers", "language_layers", "attention_modules", "mlp_modules"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(f"finetune_{name} is {value!r}; give True or False")
+        if self.aligner is not False and self.aligner not in ("full", "lora"):
+            raise InputError(f"finetune_aligner is {self.aligner!r}; give 'full', 'lora' or False")
+        wants_layers = self.vision_layers or self.language_layers
+        has_layers = wants_layers and (self.attention_modules or self.mlp_modules)
+        if not has_layers and (wants_layers or not self.aligner):
+            raise InputError(
+                f"finetune_vision_layers is {self.vision_layers}, finetune_language_layers "
+                f"{self.language_layers}, finetune_attention_modules {self.attention_modules} and "
+                f"finetune_mlp_modules {self.mlp_modules}, which leaves no layer for an adapter; set one of "
+                "each pair, or both of the first to False and finetune_aligner='full'"
+            )
+
+
+def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
+    """Return `target_modules` as one pattern of whole paths, and `modules_to_save`.
+
+    The pattern means linear layers of the chosen parts only: a name such as `gate_proj`, which some towers
+    have too, never means a layer of another part. Without such layers it is `NO_LAYERS`.
+
+    Raises:
+        InputError: nothing is chosen, or the model has no such layers.
+    """
+    trained.check()
+    parts = VisionParts.locate(model)
+    chosen = _choose_layers(model, parts, trained, list_default_names(model))
+    if trained.language_layers and trained.mlp_modules:
+        chosen += list_expert_layers(model)
+    wanted = {"tower": trained.vision_layers, "decoder": trained.language_layers}
+    wanted["aligner"] = trained.aligner == "lora"
+    for part in {part for part, is_wanted in wanted.items() if is_wanted} - {*map(parts.kind, chosen)}:
+        raise InputError(
+            f"an adapter is to go on the {part}, which has no linear layer of the chosen kinds; choose others"
+            f"{', or give finetune_aligner=' + repr('full') if part == 'aligner' else ''}"
+        )
+    saved = [*list_aligner_modules(model, parts)] if trained.aligner == "full" else []
+    return build_pattern(chosen) if chosen else NO_LAYERS, saved
+
+
+def list_tower_layers(model: Any) -> list[str]:
+    """List the linear layers of the tower's attention and MLPs."""
+    trained = TrainedParts(vision_layers=True, language_layers=False)
+    return _choose_layers(model, VisionParts.locate(model), trained, [])
+
+
+def _choose_layers(model: Any, parts: VisionParts, trained: TrainedParts, text_names: list[str]) -> list[str]:
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [path for path in linear if _is_chosen(path, parts.kind(path), trained, text_names)]
+
+
+def _is_chosen(path: str, kind: str, trained: TrainedParts, text_names: list[str]) -> bool:
+    name = path.rpartition(".")[2]
+    match kind:
+        case "aligner":
+            return trained.aligner == "lora"
+        case "tower" if trained.vision_layers:
+            is_attention, is_mlp = _ATTENTION.search(path) is not None, _MLP.search(path) is not None
+        case "decoder" if trained.language_layers and name in text_names:
+            is_mlp = name in _MLP_NAMES
+            is_attention = not is_mlp
+        case _:
+            return False
+    return (is_attention and trained.attention_modules) or (is_mlp and trained.mlp_modules)
+
+
+def list_aligner_modules(model: Any, parts: VisionParts | None = None) -> Iterator[str]:
+    """Iterate over the aligner's modules for `modules_to_save`; those of a list one by one."""
+    for path in (parts or VisionParts.locate(model)).aligner:
+        module = model.get_submodule(path)
+        names = [f"{path}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [path]
+        yield from (name.partition(".")[2] if name.startswith("model.") else name for name in names)
+
+
+def build_pattern(paths: list[str]) -> str:
+    """Build a regular expression for these paths, with one alternative for all that differ in numbers."""
+    numbers: dict[str, list[list[str]]] = {}
+    for path in paths:
+        numbers.setdefault(_NUMBER.sub("#", path), []).append(_NUMBER.findall(path))
+    alternatives = []
+    for shape, rows in sorted(numbers.items()):
+        choices = [f"({'|'.join(dict.fromkeys(column))})" for column in zip(*rows, strict=True)]
+        pieces = [re.escape(piece) for piece in shape.split("#")]
+        alternatives.append("".join(chain.from_iterable(zip_longest(pieces, choices, fillvalue=""))))
+    return "|".join(alternatives)
+
+
+def list_unquantised_modules(config: Any) -> list[str] | None:
+    """List modules that bitsandbytes must not quantise: tower, aligner, head. None for its own choice."""
+    if not hasattr(config, "vision_config"):
+        return None
+    inside = dict.fromkeys(name.partition(".")[0] for name in (*_TOWERS, *_ALIGNERS))
+    return ["lm_head", *(f"model.{name}" for name in inside)]
 
 
 def check_parts(model: Any, bias: str, modules_to_save: Any, options: Mapping[str, Any]) -> None:
@@ -26,16 +195,11 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, options: Mapping[st
     if bias not in ("none", "all", "lora_only"):
         raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only", about="bias")
     n_layers = model.config.get_text_config().num_hidden_layers
-    tokens, whole = options.get("trainable_token_indices"), () if modules_to_save is None else modules_to_save
-    if not isinstance(whole, list | tuple):
-        raise InputError(
-            f"modules_to_save is {modules_to_save!r}; give a list of names", about="modules_to_save"
-        )
+    tokens, whole = options.get("trainable_token_indices"), modules_to_save or ()
     at_once(
         [
             partial(check_layers, options.get("layers_to_transform"), n_layers),
             partial(check_names, model, "modules_to_save", whole),
-            partial(_check_can_train, model, whole),
             partial(_check_tokens, model, tokens),
             partial(check_rows_apart, model, whole, tokens),
         ]
@@ -47,11 +211,10 @@ def warn_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
     paths = [path for path, _ in model.named_modules()]
     for name in modules_to_save:
         matches = [path for path in paths if path.endswith(name)]
-        longer = {path.rpartition(".")[2] for path in matches if not f".{path}".endswith(f".{name}")}
-        whole = next((path for path in matches if f".{path}".endswith(f".{name}")), name)
-        if longer:
+        exact = [path for path in matches if f".{path}".endswith(f".{name}")]
+        if longer := {path.rpartition(".")[2] for path in matches if path not in exact}:
             text = "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for one alone"
-            logger.warning(text, name, ", ".join(sorted(longer)), len(matches), whole)
+            logger.warning(text, name, ", ".join(sorted(longer)), len(matches), (exact or [name])[0])
 
 
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
@@ -113,11 +276,8 @@ def check_rows_apart(
     is_tied = output.weight is model.get_input_embeddings().weight
     saved = [name for name in modules if name == head or head.endswith(f".{name}")]
     if is_tied and saved:
-        raise InputError(
-            f"{option} names {saved[0]}, which is tied to the embedding whose rows {asked} trains; leave one "
-            "of them out",
-            about=(option, asked),
-        )
+        text = f"{option} names {saved[0]}, which is tied to the embedding whose rows {asked} trains"
+        raise InputError(f"{text}; leave one of them out", about=(option, asked))
 
 
 def refuse_adapted_rows(
@@ -171,18 +331,4 @@ def refuse_rows_without_direction(adapted: Any) -> None:
                     f"use_dora divides the rows of {path} by their lengths, and row {rows[0]} is zero, as "
                     f"that of a padding token often is; leave {name} out of target_modules, or drop use_dora",
                     about=("use_dora", "target_modules"),
-                )
-
-
-def _check_can_train(model: Any, modules_to_save: Collection[str]) -> None:
-    """Raise InputError for quantised modules: they have no gradient."""
-    for path, module in model.named_modules():
-        if not any(path == name or path.endswith(f".{name}") for name in modules_to_save):
-            continue
-        for name, weight in module.named_parameters():
-            if not weight.is_floating_point() or weight.dtype == torch.float8_e4m3fn:
-                raise InputError(
-                    f"modules_to_save names {path}, whose {name} is quantised; load without load_in_4bit, "
-                    "load_in_8bit or load_in_fp8",
-                    about="modules_to_save",
                 )

@@ -8,20 +8,13 @@ _GRAIN = 64  # tokens that a row length is rounded down to
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the GPU when an allocation failed.
+    """Bytes of the GPU when an allocation failed."""
 
-    Args:
-        there: available to this process.
-        at_rest: allocated between steps: weights, gradients and the optimizer's state.
-        peak, tokens: of the largest successful micro-batch; if there is none, of the failed one.
-        failed_tokens: of the failed micro-batch.
-    """
-
-    there: int
-    at_rest: int
-    peak: int
+    there: int  # available to this process
+    at_rest: int  # allocated between steps: weights, gradients and the optimizer's state
+    peak: int  # peak, tokens: of the largest successful micro-batch; if there is none, of the failed one
     tokens: int
-    failed_tokens: int
+    failed_tokens: int  # of the failed micro-batch
 
     @property
     def per_token(self) -> float:
@@ -36,23 +29,14 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Advice on a run that exceeds the memory; `str()` gives it as flags with values.
+    """Advice on a run that exceeds the memory; `str()` gives it as flags with values."""
 
-    Args:
-        use: the measurements.
-        max_seq_length: tokens of the longest row.
-        batch_size: rows of a micro-batch.
-        accumulation: micro-batches of an update.
-        recomputes_all: True if every layer is recomputed in the backward pass.
-        quantised: True if the frozen weights are in 4 bits.
-    """
-
-    use: MemoryUse
-    max_seq_length: int
-    batch_size: int
-    accumulation: int
-    recomputes_all: bool
-    quantised: bool
+    use: MemoryUse  # the measurements
+    max_seq_length: int  # tokens of the longest row
+    batch_size: int  # rows of a micro-batch
+    accumulation: int  # micro-batches of an update
+    recomputes_all: bool  # True if every layer is recomputed in the backward pass
+    quantised: bool  # True if the frozen weights are in 4 bits
 
     def __str__(self) -> str:
         use = self.use

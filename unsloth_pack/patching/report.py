@@ -14,9 +14,8 @@ from unsloth_pack.layers.moe import read_gate, why_experts_not_fused, why_reads_
 from unsloth_pack.layers.rotary import rotary_module
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_quantised, why_adapter_not_fused
-from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.linear import is_lora_linear, why_not_fused
-from unsloth_pack.lora.nf4 import is_linear_4bit
+from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit
 from unsloth_pack.losses.head import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching.parts import DecoderParts

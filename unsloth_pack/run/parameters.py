@@ -9,7 +9,7 @@ from unsloth_pack.checkpoints.new_tokens import rows_to_train
 from unsloth_pack.config.options import AdapterOptions, ImageOptions, TrainOptions
 from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.lora.targets import NO_LAYERS, limit_to_text_model, list_expert_layers
-from unsloth_pack.lora.vision_targets import (
+from unsloth_pack.lora.trained_parts import (
     TrainedParts,
     VisionParts,
     build_pattern,

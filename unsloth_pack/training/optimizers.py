@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 
 from unsloth_pack.errors import InputError, at_once
-from unsloth_pack.lora.vision_targets import VisionParts
+from unsloth_pack.lora.trained_parts import VisionParts
 from unsloth_pack.modules import check_matches, compile_patterns
 from unsloth_pack.training.nonfinite import leave_out
 

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import DOCUMENT
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.lora.vision_targets import VisionParts
+from unsloth_pack.lora.trained_parts import VisionParts
 from unsloth_pack.packing import PackedSampler
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 

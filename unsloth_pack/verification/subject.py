@@ -128,7 +128,7 @@ class Subject(ProbeSubject):
             case "position_ids":
                 described = {"position_ids": _restarting_positions(lengths)}
             case "trl":
-                from unsloth_pack.training.trainer import row_collator
+                from unsloth_pack.training.trl_setup import row_collator
 
                 batch = row_collator()([build_example(lengths)])
                 described = {name: batch[name] for name in batch if name not in ("input_ids", "labels")}
