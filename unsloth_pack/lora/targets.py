@@ -16,13 +16,17 @@ from typing import Any
 from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from peft.utils.other import get_pattern_key
 from torch import nn
+from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError, about, at_once
 from unsloth_pack.lora.expert_stacks import is_experts, list_ungated_stacks
 from unsloth_pack.models import arch_spec_for
 
+Names = str | Collection[str]  # of layers, or a pattern
+Options = Mapping[str, Any]  # fields of a `LoraConfig`
 
-def check_patterns(adapted: Sequence[str], options: Mapping[str, Any]) -> None:
+
+def check_patterns(adapted: Sequence[str], options: Options) -> None:
     """Raise InputError for a pattern that no adapted path matches: PEFT ignores it silently."""
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in options.get(field) or {}:
@@ -37,7 +41,7 @@ def check_patterns(adapted: Sequence[str], options: Mapping[str, Any]) -> None:
                 )
 
 
-def make_order_independent(patterns: Mapping[str, Any], adapted: Sequence[str]) -> dict[str, Any]:
+def make_order_independent(patterns: Options, adapted: Sequence[str]) -> dict[str, Any]:
     """Make patterns independent of their order, by one pattern for each path if necessary.
 
     PEFT takes the first one that matches, and a saved config has them sorted.
@@ -87,7 +91,7 @@ class Targets:
     paths: tuple[str, ...] = ()  # of the adapted layers and stacked parameters
     notes: tuple[str, ...] = ()  # on names that are adapted differently, or not at all
 
-    def config_fields(self, r: int, lora_alpha: float, options: Mapping[str, Any]) -> dict[str, Any]:
+    def config_fields(self, r: int, lora_alpha: float, options: Options) -> dict[str, Any]:
         """Return the fields of a `LoraConfig`; the caller's fields in `options` take precedence."""
         fields = {**options, "target_modules": self.modules}
         if self.parameters:
@@ -101,7 +105,7 @@ class Targets:
         return fields
 
 
-def list_default_names(model: Any) -> list[str]:
+def list_default_names(model: PreTrainedModel) -> list[str]:
     """List the model's layers among `PROJECTIONS` and the architecture's own names."""
     named = list(model.named_modules())
     names = {path.rpartition(".")[2] for path, module in named if isinstance(module, nn.Linear)}
@@ -111,13 +115,13 @@ def list_default_names(model: Any) -> list[str]:
     return [name for name in dict.fromkeys((*PROJECTIONS, *own)) if name in names]
 
 
-def list_expert_layers(model: Any) -> list[str]:
+def list_expert_layers(model: PreTrainedModel) -> list[str]:
     """List the paths that mean layers of routed experts, for `lora_targets`."""
     stacks = [path for path, module in model.named_modules() if is_experts(module)]
     return [f"{path}.{name}" for path in stacks for name in _EXPERT_NAMES]
 
 
-def _join_names(model: Any, names: str | Collection[str], notes: list[str]) -> str | Collection[str]:
+def _join_names(model: PreTrainedModel, names: Names, notes: list[str]) -> Names:
     """Replace the names of layers that the model joins by the joined layer's."""
     if isinstance(names, str) or not isinstance(names, Collection):
         return names
@@ -132,7 +136,7 @@ def _join_names(model: Any, names: str | Collection[str], notes: list[str]) -> s
 
 
 def _choose_ungated_stacks(
-    model: nn.Module, names: str | Collection[str], options: Mapping[str, Any], notes: list[str]
+    model: nn.Module, names: Names, options: Options, notes: list[str]
 ) -> tuple[str, ...]:
     """Choose `target_parameters` for experts without a gate."""
     if options.get("target_parameters"):
@@ -147,7 +151,9 @@ def _choose_ungated_stacks(
 
 
 def lora_targets(
-    model: Any, target_modules: str | Collection[str] | None, options: Mapping[str, Any] | None = None
+    model: PreTrainedModel,
+    target_modules: Names | None,
+    options: Options | None = None,
 ) -> Targets:
     """Choose the targets of an adapter.
 
@@ -169,7 +175,7 @@ def lora_targets(
     return replace(targets, paths=tuple(paths), notes=tuple(notes))
 
 
-def _list_adapted_paths(model: Any, targets: Targets, options: Mapping[str, Any]) -> list[str]:
+def _list_adapted_paths(model: PreTrainedModel, targets: Targets, options: Options) -> list[str]:
     """List the layers and the stacked parameters that PEFT will adapt."""
     is_target, is_all = _make_matcher(targets.modules), targets.modules == "all-linear"
     kinds, head = nn.Linear if is_all else (nn.Linear, nn.Embedding), model.get_output_embeddings()
@@ -184,7 +190,10 @@ def _list_adapted_paths(model: Any, targets: Targets, options: Mapping[str, Any]
 
 
 def _choose_targets(
-    model: Any, target_modules: str | Collection[str] | None, options: Mapping[str, Any], notes: list[str]
+    model: PreTrainedModel,
+    target_modules: Names | None,
+    options: Options,
+    notes: list[str],
 ) -> Targets:
     if target_modules == NO_LAYERS or (target_modules == [] and options.get("target_parameters")):
         return Targets(target_modules)
@@ -201,10 +210,10 @@ def _choose_targets(
 
 
 def _choose_beside_experts(
-    model: Any,
-    names: str | Collection[str],
+    model: PreTrainedModel,
+    names: Names,
     experts: Mapping[str, nn.Module],
-    options: Mapping[str, Any],
+    options: Options,
     notes: list[str],
 ) -> Targets:
     """Choose the targets in a model with routed experts.
@@ -273,7 +282,7 @@ def _choose_stacks(
     return chosen, doubles
 
 
-def _is_selected(options: Mapping[str, Any], *parts: str) -> bool:
+def _is_selected(options: Options, *parts: str) -> bool:
     """True if `layers_to_transform` and `exclude_modules` let a path be adapted."""
     path, layers = ".".join(parts), options.get("layers_to_transform")
     if layers is not None:
@@ -288,7 +297,7 @@ def _is_selected(options: Mapping[str, Any], *parts: str) -> bool:
 
 
 def limit_to_text_model(
-    model: Any, targets: str | list[str], options: Mapping[str, Any], notes: list[str]
+    model: PreTrainedModel, targets: str | list[str], options: Options, notes: list[str]
 ) -> str | list[str]:
     """Limit targets to the text model inside a model of vision and language.
 
@@ -329,9 +338,7 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
         )
 
 
-def _check_targets(
-    model: nn.Module, target_modules: str | Collection[str], experts: Mapping[str, nn.Module]
-) -> None:
+def _check_targets(model: nn.Module, target_modules: Names, experts: Mapping[str, nn.Module]) -> None:
     """Refuse targets that the model does not have."""
     expert_paths = [f"{path}.{name}" for path in experts for name in _STACK_OF] + list_ungated_stacks(model)
     if isinstance(target_modules, str):
@@ -351,7 +358,7 @@ def _check_targets(
     check_names(model, "target_modules", target_modules, expert_paths)
 
 
-def _make_matcher(names: str | Collection[str]) -> Callable[[str], bool]:
+def _make_matcher(names: Names) -> Callable[[str], bool]:
     """Return a predicate: names or a pattern mean this path, as in PEFT."""
     if names == "all-linear":
         return lambda path: True
@@ -397,7 +404,7 @@ _LINEAR_ONLY = ("lora_dropout", "use_dora", "lora_bias", "loftq_config")  # PEFT
 _WEIGHTLESS_INITS = (True, False, "gaussian")  # the others read a layer's weight
 
 
-def refuse_on_stacks(targets: Targets, options: Mapping[str, Any]) -> None:
+def refuse_on_stacks(targets: Targets, options: Options) -> None:
     """Raise InputError for options that PEFT does not support on stacked parameters of experts.
 
     options: fields of the `LoraConfig`, and `loftq_config` as for `get_peft_model`.

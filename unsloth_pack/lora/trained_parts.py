@@ -2,19 +2,23 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Literal
 
+import torch
+from peft import PeftModel
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from unsloth_pack.errors import InputError, at_once, require_whole
 from unsloth_pack.lora.targets import NO_LAYERS, check_names, list_default_names, list_expert_layers
 
 logger = logging.getLogger("unsloth_pack")
 
+TokenIndices = Sequence[int] | Mapping[str, Sequence[int]]  # as PEFT's `trainable_token_indices`
 Aligner = Literal["full", "lora", False]
 
 # Paths beside the decoder: of Qwen-VL, LLaVA and the like, Idefics and SmolVLM
@@ -36,7 +40,7 @@ class VisionParts:
     head: str  # of the language model, outside the decoder
 
     @classmethod
-    def locate(cls, model: Any) -> "VisionParts":
+    def locate(cls, model: PreTrainedModel) -> "VisionParts":
         """Locate the parts of a model; InputError without a tower of a known name."""
         paths = {module: path for path, module in model.named_modules()}
         decoder = paths[model.get_decoder()]
@@ -102,7 +106,7 @@ class TrainedParts:
             )
 
 
-def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
+def vision_targets(model: PreTrainedModel, trained: TrainedParts) -> tuple[str, list[str]]:
     """Return `target_modules` as one pattern of whole paths, and `modules_to_save`.
 
     The pattern means linear layers of the chosen parts only: a name such as `gate_proj`, which some towers
@@ -127,13 +131,15 @@ def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
     return build_pattern(chosen) if chosen else NO_LAYERS, saved
 
 
-def list_tower_layers(model: Any) -> list[str]:
+def list_tower_layers(model: PreTrainedModel) -> list[str]:
     """List the linear layers of the tower's attention and MLPs."""
     trained = TrainedParts(vision_layers=True, language_layers=False)
     return _choose_layers(model, VisionParts.locate(model), trained, [])
 
 
-def _choose_layers(model: Any, parts: VisionParts, trained: TrainedParts, text_names: list[str]) -> list[str]:
+def _choose_layers(
+    model: PreTrainedModel, parts: VisionParts, trained: TrainedParts, text_names: list[str]
+) -> list[str]:
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [path for path in linear if _is_chosen(path, parts.kind(path), trained, text_names)]
 
@@ -153,7 +159,7 @@ def _is_chosen(path: str, kind: str, trained: TrainedParts, text_names: list[str
     return (is_attention and trained.attention_modules) or (is_mlp and trained.mlp_modules)
 
 
-def list_aligner_modules(model: Any, parts: VisionParts | None = None) -> Iterator[str]:
+def list_aligner_modules(model: PreTrainedModel, parts: VisionParts | None = None) -> Iterator[str]:
     """Iterate over the aligner's modules for `modules_to_save`; those of a list one by one."""
     for path in (parts or VisionParts.locate(model)).aligner:
         module = model.get_submodule(path)
@@ -174,7 +180,7 @@ def build_pattern(paths: list[str]) -> str:
     return "|".join(alternatives)
 
 
-def list_unquantised_modules(config: Any) -> list[str] | None:
+def list_unquantised_modules(config: PretrainedConfig) -> list[str] | None:
     """List modules that bitsandbytes must not quantise: tower, aligner, head. None for its own choice."""
     if not hasattr(config, "vision_config"):
         return None
@@ -182,7 +188,9 @@ def list_unquantised_modules(config: Any) -> list[str] | None:
     return ["lm_head", *(f"model.{name}" for name in inside)]
 
 
-def check_parts(model: Any, bias: str, modules_to_save: Any, options: Mapping[str, Any]) -> None:
+def check_parts(
+    model: PreTrainedModel, bias: str, modules_to_save: Collection[str] | None, options: Mapping[str, Any]
+) -> None:
     """Refuse values that PEFT ignores silently, or fails on without an explanation.
 
     Args:
@@ -200,13 +208,14 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, options: Mapping[st
         [
             partial(check_layers, options.get("layers_to_transform"), n_layers),
             partial(check_names, model, "modules_to_save", whole),
+            partial(_check_can_train, model, whole),
             partial(_check_tokens, model, tokens),
             partial(check_rows_apart, model, whole, tokens),
         ]
     )
 
 
-def warn_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
+def warn_of_longer_names(model: PreTrainedModel, modules_to_save: Collection[str]) -> None:
     """Warn of modules that PEFT trains too, because their paths end with a name, such as `norm`."""
     paths = [path for path, _ in model.named_modules()]
     for name in modules_to_save:
@@ -217,6 +226,17 @@ def warn_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
             logger.warning(text, name, ", ".join(sorted(longer)), len(matches), (exact or [name])[0])
 
 
+def _check_can_train(model: nn.Module, modules_to_save: Collection[str]) -> None:
+    """Raise InputError for quantised modules: they have no gradient."""
+    for path, weight in model.named_parameters():
+        is_saved = any(f".{name}." in f".{path}" for name in modules_to_save)
+        if is_saved and (not weight.is_floating_point() or weight.dtype == torch.float8_e4m3fn):
+            remedy = "load without load_in_4bit, load_in_8bit or load_in_fp8"
+            raise InputError(
+                f"modules_to_save names {path}, which is quantised; {remedy}", about="modules_to_save"
+            )
+
+
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
     """Raise InputError for numbers of layers that the model does not have."""
     for layer in [layers] if not isinstance(layers, list | tuple) else layers:
@@ -224,7 +244,7 @@ def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
             require_whole("layers_to_transform", layer, 0, n_layers - 1)
 
 
-def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
     """Raise InputError for a token id without an embedding, or a repeated one."""
     for token in ids:
         require_whole(name, token, 0, vocab_size - 1)
@@ -232,26 +252,27 @@ def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
         raise InputError(f"{name} holds {twice[0]} twice; keep one", about=name)
 
 
-def _by_module(tokens: Any) -> Mapping[str, Any]:
+def _by_module(tokens: TokenIndices) -> Mapping[str, Sequence[int]]:
     """Return PEFT's `trainable_token_indices` by layer."""
     return tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
 
 
-def _check_tokens(model: Any, tokens: Any) -> None:
+def _check_tokens(model: PreTrainedModel, tokens: TokenIndices | None) -> None:
     """Raise InputError unless the tokens are lists of ids of the embedding."""
+    embedding: Any = model.get_input_embeddings()
     for ids in () if tokens is None else _by_module(tokens).values():
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(
                 f"trainable_token_indices is {tokens!r}; give a list of token ids",
                 about="trainable_token_indices",
             )
-        check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
+        check_token_ids("trainable_token_indices", ids, embedding.num_embeddings)
 
 
 def check_rows_apart(
-    model: Any,
+    model: PreTrainedModel,
     modules: Collection[str],
-    tokens: Any,
+    tokens: TokenIndices | None,
     option: str = "modules_to_save",
     asked: str = "trainable_token_indices",
 ) -> None:
@@ -281,9 +302,9 @@ def check_rows_apart(
 
 
 def refuse_adapted_rows(
-    model: Any,
+    model: PreTrainedModel,
     adapted: Collection[str],
-    tokens: Any,
+    tokens: TokenIndices | None,
     option: str = "trainable_token_indices",
     tied_head: bool = False,
 ) -> None:
@@ -313,7 +334,7 @@ def refuse_adapted_rows(
             )
 
 
-def refuse_rows_without_direction(adapted: Any) -> None:
+def refuse_rows_without_direction(adapted: PeftModel) -> None:
     """Raise InputError for DoRA on a weight with a row of zeros, such as an embedding's padding token.
 
     DoRA divides every row by its length, and 0 / 0 makes every loss NaN.

@@ -30,8 +30,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import ModelOutput, MoeCausalLMOutputWithPast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from unsloth_pack.errors import InputError
@@ -185,7 +186,7 @@ class LossOutput(MoeCausalLMOutputWithPast):
         return logits
 
     @logits.setter
-    def logits(self, value: Any) -> None:
+    def logits(self, value: "Tensor | _LazyLogits | None") -> None:
         self.__dict__["logits"] = value
 
     def __getitem__(self, key: Any) -> Any:
@@ -198,7 +199,7 @@ def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
     In a wrapper around a text model, as of vision and language, transformers does not divide the logits, and
     caps them only where the spec says so.
     """
-    module: Any = model.get_output_embeddings()
+    module = model.get_output_embeddings()
     linear, extra = _unwrap(module)
     config = model.config.get_text_config()
     softcap, divisor = spec.read_logit_softcap(config), spec.read_logit_divisor(config)
@@ -207,7 +208,7 @@ def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
     return Head(module, linear.weight, linear.bias, divisor, softcap, extra)
 
 
-def count_head_outputs(model: Any) -> int | None:
+def count_head_outputs(model: PreTrainedModel) -> int | None:
     """Return how many logits the head computes for a token, or None if a wrapper hides it."""
     head = model.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):
@@ -253,7 +254,7 @@ def why_loss_not_fused(model: Any) -> str | None:
     return why_head_not_fused(model) or own
 
 
-def has_own_loss(model: Any) -> bool:
+def has_own_loss(model: PreTrainedModel) -> bool:
     """Return whether a model computes another loss than transformers' causal language models."""
     return model.loss_function is not ForCausalLMLoss
 
@@ -294,7 +295,7 @@ def _why_wrapper_not_fused(head: Any) -> str | None:
     return None if why is None else f"the head has an adapter: {why}"
 
 
-def _trained_token_logits(layer: Any, names: list[str], x: Tensor) -> ExtraLogits:
+def _trained_token_logits(layer: TrainableTokensLayer, names: list[str], x: Tensor) -> ExtraLogits:
     (name,) = names
     outputs = torch.tensor(layer.token_indices[name])
     if x.is_cuda:  # from pinned memory, so that nothing waits
@@ -356,7 +357,7 @@ class TrlHead:
         num_items: Tensor | float | None,
         aux_loss: Tensor | None,
         aux_weight: float,
-    ) -> Any:
+    ) -> ModelOutput:
         """Build TRL's output from these scores.
 
         Args:
@@ -365,7 +366,7 @@ class TrlHead:
             num_items: divides the loss, in place of the number of labels; or None.
             aux_loss: of routed experts, weighted by `aux_weight` in the loss.
         """
-        divisor: Any = mask.sum().clamp(min=1) if num_items is None else num_items
+        divisor = mask.sum().clamp(min=1) if num_items is None else num_items
         loss: Tensor = -scores.log_prob.sum() / divisor
         if aux_loss is not None:
             loss = loss + aux_weight * aux_loss
@@ -375,7 +376,7 @@ class TrlHead:
 
 
 def load_balancing_loss(
-    router_logits: Any, text_config: Any, token_mask: Tensor | None, device: torch.device
+    router_logits: Any, text_config: PretrainedConfig, token_mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Compute the auxiliary loss of routed experts as transformers does for every family.
 

@@ -8,14 +8,20 @@ its backward pass). Both are estimated before the first step, and measured after
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.trainer_callback import TrainerCallback
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
@@ -27,11 +33,12 @@ _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 _WORKING_LAYERS = 3  # of a backward pass, in activations of a layer
 _BYTES_A_LOGIT = 10  # in 16 bits, in float32, and the gradient
 
+T = TypeVar("T")
 logger = logging.getLogger("unsloth_pack")
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
 
-def check_mode(mode: Any) -> None:
+def check_mode(mode: object) -> None:
     """Raise InputError unless `mode` is a `CheckpointingMode`."""
     if mode is not False and mode not in (True, "offload", "unsloth", "auto"):
         modes = "False, True, 'offload' (or 'unsloth') or 'auto'"
@@ -82,9 +89,10 @@ class _Offloaded:
     def __init__(self) -> None:
         self._store = ActivationOffload()
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., T], *args: object) -> T:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
-            return checkpoint(function, *args, use_reentrant=False)
+            result: T = checkpoint(function, *args, use_reentrant=False)
+            return result
 
 
 class _AsPlanned:
@@ -97,14 +105,15 @@ class _AsPlanned:
         # attribute.
         self.recomputes = False
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., T], *args: object) -> T:
         plan = self._decoder.recompute_plan
         if not plan.keeps(self._number):
-            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+            result: T = checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+            return result
         with plan.measure_layer():
             return function(*args)
 
-    def _checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _checkpointed(self, function: Callable[..., T], *args: object) -> T:
         self.recomputes = True
         try:
             return function(*args)
@@ -202,7 +211,12 @@ class GiveBackSpareMemory(TrainerCallback):
     """
 
     def on_train_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: object,
     ) -> None:
         if torch.cuda.is_initialized() and has_fast_decoder(model):
             torch.cuda.empty_cache()
