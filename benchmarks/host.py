@@ -180,7 +180,7 @@ def replay_nothing(graphs: Any) -> None:
             return capture_form(*args)
 
     step_graphs.capture_form = capture
-    graphs._why_never = graphs.why_not = None
+    graphs.why_never = graphs.why_not = None
 
 
 def watch(parts: Parts, model: Any) -> None:

@@ -329,6 +329,7 @@ def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch, no_c
 
     monkeypatch.setattr(StepGraphs, "run", look)
     model = patched()
+    model.get_decoder().step_graphs.why_never = None
     enable_checkpointing(model, mode)
     options = {"max_steps": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": True}
     trainer = DPOTrainer(

@@ -65,7 +65,7 @@ def pair(arch="qwen3", adapter=torch.bfloat16, **overrides):
         patch_model(model, backend)
         graphs = model.get_base_model().model.step_graphs
         assert graphs.why_not is None
-        graphs._why_never = why_never
+        graphs.why_never = why_never
         models.append(model)
     return models
 
@@ -718,7 +718,7 @@ def trusted(held_up, monkeypatch):
     model = patched(lora={"lora_dropout": 0.5})
     decoder, row = model.get_decoder(), PackedRow.of_lengths([64], CPU)
     graphs, ids = decoder.step_graphs, torch.zeros(1, 64, dtype=torch.int64)
-    graphs._why_never = None
+    graphs.why_never = None
     assert [graphs.replay(decoder, row, ids) for _ in range(2)] == [None] * 2
     assert [graphs.run(decoder, row, ids) for _ in range(3)] == [None, None, "replayed"]
     matches = DecoderState.matches

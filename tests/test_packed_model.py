@@ -579,6 +579,7 @@ def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
         replayed.append(asked[-1])
         return StepOutput(torch.zeros(1, 10, 64, device=DEVICE, dtype=DTYPE), None)
 
+    decoder.step_graphs.why_never = None
     monkeypatch.setattr(decoder.step_graphs, "run", run)
 
     def is_replayed(**more):

@@ -80,7 +80,7 @@ def test_a_bare_loop(described_on, allowed, captured, checkpointing):
         model.enable_input_require_grads()
     graphs = model.get_base_model().model.step_graphs
     if not captured:
-        graphs._why_never = "for comparison"
+        graphs.why_never = "for comparison"
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
 

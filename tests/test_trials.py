@@ -360,7 +360,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs
-    graphs._why_never, graphs._trials = None, defaultdict(lambda: CaptureDecision(gauge))
+    graphs.why_never, graphs._trials = None, defaultdict(lambda: CaptureDecision(gauge))
     ids = torch.cat(random_documents([40, 20]))[None]
     for _ in range(6):
         model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])

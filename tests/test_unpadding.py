@@ -579,6 +579,7 @@ def test_graphs_get_the_packed_row(monkeypatch):
         rows.append((row.lengths, tuple(input_ids.shape)))
         return StepOutput(torch.ones(1, sum(LENGTHS), 64, device=DEVICE), None)
 
+    decoder.step_graphs.why_never = None
     monkeypatch.setattr(decoder.step_graphs, "run", run)
     hidden = decoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
     assert rows == [(tuple(LENGTHS), (1, sum(LENGTHS)))]

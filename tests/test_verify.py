@@ -382,7 +382,7 @@ def test_graphs_of_the_step_take_no_notice(look):
     """A row that is looked at carries a hook: it is neither captured nor counted towards a capture."""
     model = patched().train()
     graphs = model.get_base_model().model.step_graphs
-    graphs._why_never = None  # as on a GPU
+    graphs.why_never = None  # as on a GPU
     look(model)
     assert not graphs._rows_seen
     assert graphs.why_not in ("modules have hooks", "the model is not training")

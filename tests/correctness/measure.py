@@ -54,9 +54,9 @@ def _in_turn(case, references, model, patch):
         plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
         about["plan"] = str(plan)
     graphs = decoder.step_graphs
-    why_never, graphs._why_never = graphs._why_never, "it is to run uncaptured"
+    why_never, graphs.why_never = graphs.why_never, "it is to run uncaptured"
     yield {**about, **references.judge(model)}
-    graphs._why_never = graphs.why_not = why_never
+    graphs.why_never = graphs.why_not = why_never
     if plan is not None:
         plan.n_recomputed = 0
         about["plan"] = str(plan)

@@ -115,7 +115,7 @@ def patched(name, dtype, trained, backend="auto", why_never=None):
     patch_model(model, backend).skip_probe()
     graphs = model.get_decoder().step_graphs
     assert DEVICE == "cpu" or graphs.why_not is None
-    graphs._why_never = why_never
+    graphs.why_never = why_never
     if name == "gemma3" and DEVICE == "cpu":  # as where a kernel reads blocks on the device
         graphs.windows = {None, model.config.text_config.sliding_window}
     return model
@@ -315,7 +315,7 @@ def test_embeddings_of_a_text_model_are_captured_with_their_gradient(recorded, r
     by_row = []
     for number, lengths in enumerate([[20, 9], [3], [40, 1, 20], [90], [7, 8]]):
         by_row.append(found := [])
-        for graphs._why_never in ("for comparison", None):
+        for graphs.why_never in ("for comparison", None):
             torch.manual_seed(number)
             embeds = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
             hidden = decoder(inputs_embeds=embeds, packed_seq_lengths=lengths).last_hidden_state

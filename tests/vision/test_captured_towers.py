@@ -118,7 +118,7 @@ def pair(name, trained="frozen tower"):
         model = made(name, DTYPE, trained)
         patch_model(model, BACKEND).skip_probe()
         if why is not None or not ON_GPU:  # on a CPU nothing is captured
-            tower_of(model).tower_graphs._why_never = why
+            tower_of(model).tower_graphs.why_never = why
         models.append(model)
     return models
 
@@ -318,7 +318,7 @@ def test_adapters_that_are_switched_off_are_seen(replays):
         model = get_peft_model(base, config).to(DTYPE).train()
         patch_model(model, BACKEND).skip_probe()
         model.requires_grad_(False)
-        tower_of(model).tower_graphs._why_never = why
+        tower_of(model).tower_graphs.why_never = why
         models.append(model)
     for seed in range(4):
         assert_alike(*(seen(model, ROWS[0], seed) for model in models))

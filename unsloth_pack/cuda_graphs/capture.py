@@ -4,6 +4,7 @@ While a step is captured, placeholders replace the trained parameters: autograd 
 a parameter was first used, and a capture fails if that was another stream.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -25,16 +26,14 @@ from unsloth_pack.modules import HOOKS, Walkable, is_harmless
 from unsloth_pack.packed_row.images import BlockForm, BlockRows
 from unsloth_pack.packed_row.row import PackedRow
 
+logger = logging.getLogger("unsloth_pack")
+
 
 class PlaceholderParams:
     """Replace the trained parameters of a decoder, as a context, by new ones over the same memory.
 
-    Parameters that layers cast at every call get a placeholder in the compute dtype. `fill` copies all of
-    these from the originals in one launch.
-
-    Args:
-        dtype: the decoder's compute dtype.
-        memory: owns the copies of cast parameters.
+    Parameters that layers cast at every call get a placeholder in the compute `dtype`, in `memory`. `fill`
+    copies all of these from the originals in one launch.
     """
 
     def __init__(self, decoder: CapturableDecoder, dtype: torch.dtype, memory: GraphMemory):
@@ -79,15 +78,10 @@ class PlaceholderParams:
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """The outputs of a decoder for a row.
+    """The outputs of a decoder for a row."""
 
-    Args:
-        hidden: `[B, T, C]`, the last hidden state.
-        router_logits: `[B * T, experts]` of every layer that routes; None if not requested.
-    """
-
-    hidden: Tensor
-    router_logits: tuple[Tensor, ...] | None
+    hidden: Tensor  # `[B, T, C]`, the last hidden state
+    router_logits: tuple[Tensor, ...] | None  # `[B * T, experts]` of every layer that routes, if requested
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -96,43 +90,27 @@ class StepOutput:
 
 @dataclass(frozen=True, eq=False)
 class CapturedForm:
-    """The graphs of a form, and the static tensors that they read and write.
+    """The graphs of a form, and the static tensors that they read and write."""
 
-    Args:
-        memory: the pool of the graphs.
-        forward_graph: reads `row`, `inputs` and the parameters, writes `outputs`.
-        backward_graph: reads `grads` and the saved activations, writes `gradients` and `input_gradients`.
-        row: a static row of the form's sizes.
-        blocks: of the row, padded; None for a form without blocks.
-        outputs: `[tokens, ..]`, the last hidden state, and the router logits if requested. Like the
-            gradients, they are read right after a replay.
-        grads: their gradients; None for an output that no parameter reaches.
-        parameters: the trained ones.
-        gradients: of the parameters.
-        input_gradients: `[tokens, C]` each, of `inputs.leaves`; None without a gradient.
-        kept_alive: owns the rest of the memory that the graphs read.
-    """
-
-    memory: GraphMemory
-    forward_graph: torch.cuda.CUDAGraph
+    memory: GraphMemory  # the pool of the graphs
+    forward_graph: torch.cuda.CUDAGraph  # reads `row`, `inputs` and the parameters, writes `outputs`
+    # reads `grads` and the saved activations, writes `gradients` and `input_gradients`
     backward_graph: torch.cuda.CUDAGraph
-    row: PackedRow
-    blocks: "_StaticBlocks | None"
+    row: PackedRow  # a static row of the form's sizes
+    blocks: "_StaticBlocks | None"  # of the row, padded
     inputs: StaticInputs
+    # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
+    # after a replay
     outputs: list[Tensor]
-    grads: list[Tensor | None]
+    grads: list[Tensor | None]  # of the outputs; None for one that no parameter reaches
     has_router_logits: bool
-    parameters: list[nn.Parameter]
-    gradients: FlatGradients
-    input_gradients: list[Tensor | None]
-    kept_alive: tuple[object, ...]
+    parameters: list[nn.Parameter]  # the trained ones
+    gradients: FlatGradients  # of the parameters
+    input_gradients: list[Tensor | None]  # `[tokens, C]` each, of `inputs.leaves`
+    kept_alive: tuple[object, ...]  # owns the rest of the memory that the graphs read
 
     def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
-        """Launch the forward pass of a row that fits the form; return the inputs for `output`.
-
-        Args:
-            inputs: token ids `[B, T]` int64, or embeddings.
-        """
+        """Launch the forward pass of a row that fits the form; return the inputs for `output`."""
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(tensors, row.n_tokens)
         self.row.fill(row)
@@ -209,12 +187,21 @@ def capture_form(
         RuntimeError: the capture failed, or memory ran out. Then call `memory.give_back`.
     """
     step = _StaticStep(decoder, form, device, memory, windows)
-    tables = _make_rotary_tables(decoder, step.row)
+    # Outside the graphs' pool: later rows read them too
+    for rotary in decoder.rotary_tables.values():
+        rotary.for_row(step.row)
+    tables = [rotary.static_table for rotary in decoder.rotary_tables.values()]
     torch.cuda.empty_cache()  # frees the memory of uncaptured steps: the graphs have a pool of their own
-    grads = _warm_up(step, memory)
+    grads = step.warm_up(memory)
     forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    output = _capture_forward(step, forward_graph, memory)
-    gradients, input_gradients = _capture_backward(step, output, grads, backward_graph, memory)
+    with memory.capturing(forward_graph):
+        output = step.forward()
+    dtypes = [p.dtype for p in step.parameters] or [torch.float32]
+    n = len(step.parameters)
+    with memory.capturing(backward_graph):
+        leaf_grads = step.backward(output, grads)
+        gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
+    gradients.release_to_pool()
     return CapturedForm(
         memory=memory,
         forward_graph=forward_graph,
@@ -227,7 +214,7 @@ def capture_form(
         has_router_logits=output.router_logits is not None,
         parameters=step.parameters,
         gradients=gradients,
-        input_gradients=input_gradients,
+        input_gradients=[None if grad is None else alias_memory(grad) for grad in leaf_grads[n:]],
         kept_alive=(step.placeholders, step.recomputed, tables),
     )
 
@@ -278,57 +265,27 @@ class _StaticStep:
         self.recomputed.end_backward()
         return list(gradients)
 
+    def warm_up(self, memory: GraphMemory) -> list[Tensor | None]:
+        """Run the step in the pool of the capture; return zeros for the gradients of its outputs.
 
-def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tuple[Tensor, Tensor] | None]:
-    """Compute the tables that the graphs will read, outside their pool: later rows read them too."""
-    for tables in decoder.rotary_tables.values():
-        tables.for_row(row)
-    return [tables.static_table for tables in decoder.rotary_tables.values()]
-
-
-def _warm_up(step: _StaticStep, memory: GraphMemory) -> list[Tensor | None]:
-    """Run the step in the pool of the capture; return zeros for the gradients of its outputs."""
-    with memory.warming_up():
-        output = step.forward()
-        drawn = _random_state(step.row.device)
-    grads = _allocate_gradients(output, memory)
-    with memory.warming_up():
-        step.backward(output, grads)
-        if step.recomputed and not torch.equal(drawn, _random_state(step.row.device)):
-            raise RuntimeError("layers that are computed again draw random numbers")
-        del output
-    return grads
+        None stands for an output without one, such as the first layer's router logits.
+        """
+        with memory.warming_up():
+            output = self.forward()
+            drawn = _random_state(self.row.device)
+        grads = [
+            memory.output_gradient(i, x) if x.requires_grad else None for i, x in enumerate(output.tensors)
+        ]
+        with memory.warming_up():
+            self.backward(output, grads)
+            if self.recomputed and not torch.equal(drawn, _random_state(self.row.device)):
+                raise RuntimeError("layers that are computed again draw random numbers")
+            del output
+        return grads
 
 
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _allocate_gradients(output: StepOutput, memory: GraphMemory) -> list[Tensor | None]:
-    """Allocate the gradients of outputs; None for one without, such as the first layer's router logits."""
-    return [memory.output_gradient(i, x) if x.requires_grad else None for i, x in enumerate(output.tensors)]
-
-
-def _capture_forward(step: _StaticStep, graph: torch.cuda.CUDAGraph, memory: GraphMemory) -> StepOutput:
-    with memory.capturing(graph):
-        return step.forward()
-
-
-def _capture_backward(
-    step: _StaticStep,
-    output: StepOutput,
-    grads: Sequence[Tensor | None],
-    graph: torch.cuda.CUDAGraph,
-    memory: GraphMemory,
-) -> tuple[FlatGradients, list[Tensor | None]]:
-    """Capture the backward pass; return the gradients of the parameters and of the inputs."""
-    dtypes = [p.dtype for p in step.parameters] or [torch.float32]
-    with memory.capturing(graph):
-        leaf_grads = step.backward(output, grads)
-        n = len(step.parameters)
-        gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
-    gradients.release_to_pool()
-    return gradients, [None if grad is None else alias_memory(grad) for grad in leaf_grads[n:]]
 
 
 _IS_TRAINED = attrgetter("requires_grad")
@@ -387,11 +344,7 @@ _DROPOUTS = ("p", "attention_dropout")  # attributes of modules with a dropout p
 
 
 class DecoderState(ModuleState):
-    """A snapshot of a decoder, with its checkpointing. It also matches if only dropout has changed.
-
-    Attributes:
-        bytes_of_gradients: of all trained parameters.
-    """
+    """A snapshot of a decoder, with its checkpointing. It also matches if only dropout has changed."""
 
     def __init__(self, decoder: CapturableDecoder):
         self._decoder = decoder
@@ -426,3 +379,33 @@ class DecoderState(ModuleState):
 def _alike(value: object) -> object:
     """Return the value, or a partial's parts: TRL's DPO creates equal partials in every step."""
     return (value.func, value.args, value.keywords) if isinstance(value, partial) else value
+
+
+class GraphCache:
+    """The graphs of one module, by the form of what they replay. Copies and pickles hold no graphs.
+
+    Args:
+        why_never: why nothing can be captured, or None.
+        what: they replay, for messages.
+    """
+
+    def __init__(self, why_never: str | None, what: str):
+        self.why_not = why_never  # why the last row was not captured
+        self.why_never = why_never
+        self._what = what
+        self._graphs: dict[Any, Any] = {}
+        self._state: ModuleState | None = None
+        self._memory = GraphMemory()
+
+    def let_go(self, module: Walkable) -> None:
+        """Drop the graphs of a changed module, with their memory."""
+        if self._state is not None and not self._state.matches(module):
+            self._graphs.clear()
+            self._state = None
+
+    def _fail(self, cause: str, device: torch.device) -> None:
+        """Capture nothing any more. Call it after the error is gone, which held tensors of the capture."""
+        self._graphs.clear()
+        self._memory = self._memory.after_broken_capture(device)
+        self.why_never = self.why_not = f"capture failed ({cause})"
+        logger.warning("the %s is not captured in CUDA graphs: %s", self._what, self.why_never)

@@ -97,30 +97,19 @@ def longer_than_launching(times: Times) -> str:
 
 @dataclass
 class _Lap:
-    """A forward pass that the device may not have finished.
+    """A forward pass that the device may not have finished."""
 
-    Args:
-        timer: of the device.
-        tokens: of the row, rounded up.
-        start, end: the marks around it.
-        host: the seconds of its launches; None for a replay.
-    """
-
-    timer: Any
-    tokens: int
-    start: Any
+    timer: DeviceTimer
+    tokens: int  # of the row, rounded up
+    start: Any  # the marks around it
     end: Any
-    host: float | None
+    host: float | None  # the seconds of its launches; None for a replay
 
 
 class CaptureDecision:
-    """The measurements, by the tokens of a row as its form rounds them up.
+    """The measurements, by the tokens of a row as its form rounds them up."""
 
-    Args:
-        make_timer: creates the timer of a device.
-    """
-
-    def __init__(self, make_timer: Callable[[torch.device], Any] = DeviceTimer):
+    def __init__(self, make_timer: Callable[[torch.device], DeviceTimer] = DeviceTimer):
         self._make_timer = make_timer
         self._laps: list[_Lap] = []  # not read yet
         self._host = inf  # seconds of the launches, which are as many for every row
@@ -217,7 +206,7 @@ class CaptureDecision:
     def _note_memory(self, tokens: int, n_bytes: int) -> None:
         self._step_bytes[tokens] = max(n_bytes, self._step_bytes.get(tokens, 0))
 
-    def _learn_peak(self, timer: Any) -> None:
+    def _learn_peak(self, timer: DeviceTimer) -> None:
         """Read the allocations of the last trial's step with its backward pass, if they set a new peak."""
         if self._before is not None:
             tokens, at_rest, peak = self._before

@@ -1,4 +1,4 @@
-"""Protocols of a decoder that runs packed rows and can be captured, such as `layers.decoder.FastDecoder`."""
+"""Say what graphs need of a decoder, such as `layers.decoder.FastDecoder`."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -9,15 +9,12 @@ from unsloth_pack.modules import Walkable
 from unsloth_pack.packed_row.row import PackedRow
 
 
-class KeptTables(Protocol):
+class StaticTables(Protocol):
     """Rotary tables that live longer than a step, so that graphs can read them."""
 
-    @property
-    def static_table(self) -> tuple[Tensor, Tensor] | None:
-        """`cos` and `sin` of the last `for_row`."""
+    static_table: tuple[Tensor, Tensor] | None  # `cos` and `sin` of the last `for_row`
 
-    def for_row(self, row: PackedRow) -> object:
-        """Extend the tables to the row's positions if necessary."""
+    def for_row(self, row: PackedRow) -> object: ...
 
 
 class Recomputation(Protocol):
@@ -27,30 +24,34 @@ class Recomputation(Protocol):
 
 
 class DecoderOutput(Protocol):
-    """The output of a decoder."""
+    """The last hidden state `[B, T, C]`, and router logits `[B * T, experts]` by layer."""
 
     @property
-    def last_hidden_state(self) -> Tensor | None:
-        """`[B, T, C]`."""
+    def last_hidden_state(self) -> Tensor | None: ...
 
     @property
-    def router_logits(self) -> tuple[Tensor, ...] | None:
-        """`[B * T, experts]` of every layer that routes, if requested."""
+    def router_logits(self) -> tuple[Tensor, ...] | None: ...
 
 
-class PackedDecoder(Walkable, Protocol):
-    """A decoder that runs packed rows."""
+class CapturableDecoder(Walkable, Protocol):
+    """A decoder that runs packed rows, and reads only the parts of a row that `PackedRow.static` has."""
 
     @property
-    def training(self) -> bool:
-        """As of a `torch.nn.Module`."""
+    def training(self) -> bool: ...
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, all of one size. Their `gradient_checkpointing` may be True."""
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the token embedding, as in transformers."""
+    @property
+    def rotary_tables(self) -> Mapping[str | None, StaticTables]:
+        """Rotary tables by kind of layer."""
+
+    @property
+    def recompute_plan(self) -> Recomputation | None:
+        """The plan, if the free memory decides which layers are recomputed."""
+
+    def get_input_embeddings(self) -> nn.Embedding: ...
 
     def _packed_forward(
         self,
@@ -58,29 +59,9 @@ class PackedDecoder(Walkable, Protocol):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         only: Collection[int] | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> DecoderOutput:
-        """Compute the hidden states of a packed row.
-
-        Args:
-            input_ids: `[B, T]` int64, or None with `inputs_embeds` `[B, T, C]`.
-            only: the numbers of the layers to run; None for all.
-            asked: perhaps `output_router_logits=True`; with `inputs_embeds` perhaps
-                `deepstack_visual_embeds`, `[V, C]` for each of the first layers, to add to the hidden states
-                of the V image tokens.
-        """
-
-
-class CapturableDecoder(PackedDecoder, Protocol):
-    """A packed decoder that can be captured: it reads only the parts of a row that `PackedRow.static` has."""
-
-    @property
-    def rotary_tables(self) -> Mapping[str | None, KeptTables]:
-        """Rotary tables by kind of layer."""
-
-    @property
-    def recompute_plan(self) -> Recomputation | None:
-        """The plan, if the free memory decides which layers are recomputed; else None."""
+        """Run a packed row from `[B, T]` ids or `[B, T, C]` embeddings through all or `only` these layers."""
 
 
 @runtime_checkable

@@ -19,15 +19,10 @@ from unsloth_pack.packed_row.row import PackedRow, power_of_2, round_up
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """Embeddings in place of token ids.
+    """Embeddings in place of token ids."""
 
-    Args:
-        embeds: `[B, T, C]`.
-        by_layer: `[V, C]` each, added to the image tokens after the first layers (DeepStack).
-    """
-
-    embeds: Tensor
-    by_layer: Sequence[Tensor] = ()
+    embeds: Tensor  # `[B, T, C]`
+    by_layer: Sequence[Tensor] = ()  # `[V, C]` each, added to image tokens after the first layers (DeepStack)
 
     def by_token(self, row: PackedRow) -> list[Tensor]:
         """Return the embeddings and the additions after each of the first layers, `[N, C]` each."""
@@ -43,18 +38,12 @@ class Embedded:
 
 @dataclass(frozen=True)
 class EmbeddedForm:
-    """The properties of embeddings that graphs depend on.
+    """The properties of embeddings that graphs depend on."""
 
-    Args:
-        features: of a token.
-        n_layers: number of layers with additions.
-        trains: True if the embeddings need a gradient, for example for a vision tower.
-    """
-
-    features: int
+    features: int  # of a token
     dtype: torch.dtype
-    n_layers: int
-    trains: bool
+    n_layers: int  # with additions
+    trains: bool  # the embeddings need a gradient, for example for a vision tower
 
     @classmethod
     def of(cls, inputs: Tensor | Embedded) -> "EmbeddedForm | None":
@@ -67,11 +56,7 @@ class EmbeddedForm:
 
 
 class StaticInputs:
-    """The static inputs of graphs: token ids without a form, else embeddings.
-
-    Attributes:
-        leaves: `[tokens, C]` each; the inputs that get gradients.
-    """
+    """The static inputs of graphs: token ids without a form, else embeddings."""
 
     def __init__(self, tokens: int, form: EmbeddedForm | None, device: torch.device, memory: GraphMemory):
         self._ids: Tensor | None = None
@@ -82,6 +67,7 @@ class StaticInputs:
             for number in range(1 + form.n_layers):
                 x = memory.input(number, tokens, form.features, form.dtype, device)
                 self._by_token.append(x.requires_grad_(form.trains))
+        # `[tokens, C]` each; the inputs that get gradients
         self.leaves = [x for x in self._by_token if x.requires_grad]
 
     def fill(self, inputs: list[Tensor] | Tensor, n_tokens: int) -> None:
@@ -110,27 +96,16 @@ WASTE_ALLOWED = 1.25  # padded tokens for each token of a common size, before it
 
 @dataclass(frozen=True)
 class ShapeBucket:
-    """The form of a row: its sizes, rounded up.
+    """The form of a row: its sizes, rounded up."""
 
-    Args:
-        tokens: of the padded row.
-        segments: of the padded row: its documents, and the pieces of the padding.
-        longest: tokens of a segment at most, and positions that the row reaches.
-        autocast: autocast's dtype; None without autocast.
-        router_logits: True if they are requested beside the last hidden state.
-        embedded: the form of embeddings; None for token ids.
-        axes: True if tokens may have other positions in time, height and width than along the text.
-        blocks: of bidirectional tokens, or None. With them the last token is padding.
-    """
-
-    tokens: int
-    segments: int
-    longest: int
-    autocast: torch.dtype | None
-    router_logits: bool = False
-    embedded: EmbeddedForm | None = None
-    axes: bool = False
-    blocks: BlockForm | None = None
+    tokens: int  # of the padded row
+    segments: int  # of the padded row: its documents, and the pieces of the padding
+    longest: int  # tokens of a segment at most, and positions that the row reaches
+    autocast: torch.dtype | None  # its dtype; None without autocast
+    router_logits: bool = False  # they are requested beside the last hidden state
+    embedded: EmbeddedForm | None = None  # None for token ids
+    axes: bool = False  # tokens may have other positions in time, height and width than along the text
+    blocks: BlockForm | None = None  # of bidirectional tokens. With them the last token is padding
 
     @classmethod
     def of(

@@ -11,7 +11,6 @@ long as several steps, so a form is wide enough for all rows seen so far, and wi
 uncaptured step runs as usual, and `StepGraphs.why_not` says why.
 """
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unsloth_pack.cuda_graphs.capture import CapturedForm, DecoderState, StepOutput, capture_form
+from unsloth_pack.cuda_graphs.capture import CapturedForm, DecoderState, GraphCache, StepOutput, capture_form
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, longer_than_launching
-from unsloth_pack.cuda_graphs.memory import GraphMemory, describe_cause
+from unsloth_pack.cuda_graphs.memory import describe_cause
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
@@ -35,14 +34,11 @@ from unsloth_pack.packed_row.row import PackedRow
 
 _ROOM = 2  # factor on the needs of the rows so far, if a wider form costs almost nothing
 
-logger = logging.getLogger("unsloth_pack")
 
-
-class StepGraphs:
-    """The graphs of one decoder, one pair for each form of row. Copies and pickles hold no graphs.
+class StepGraphs(GraphCache):
+    """The graphs of one decoder, one pair for each form of row.
 
     Args:
-        why_never: why no row of this model can be captured, or None.
         room_is_free: True if room for more and longer documents makes its layers no slower.
         windows: of its layers, if rows with bidirectional blocks of image tokens can be captured.
     """
@@ -50,23 +46,21 @@ class StepGraphs:
     def __init__(
         self, why_never: str | None, room_is_free: bool = False, windows: Collection[int | None] = ()
     ):
-        self.why_not = why_never
+        super().__init__(why_never, "step")
         self.windows = windows
-        self._why_never = why_never
         self._room_is_free = room_is_free
         self._forms_seen: set[ShapeBucket] = set()
         self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
-        self._graphs: dict[ShapeBucket, CapturedForm] = {}
-        self._state: DecoderState | None = None
+        self._graphs: dict[ShapeBucket, CapturedForm]
+        self._state: DecoderState | None
         self._is_trusted = False  # True if the decoder matched in the last step
-        self._memory = GraphMemory()
         self._trials: defaultdict[EmbeddedForm | None, CaptureDecision] = defaultdict(CaptureDecision)
         self._on_trial: ShapeBucket | None = None  # of the row that runs next
         # Why graphs would leave too little memory, by the kind of input and tokens
         self._too_large: dict[tuple[EmbeddedForm | None, int], str | None] = {}
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[object, ...]]:
-        return StepGraphs, (self._why_never, self._room_is_free, self.windows)
+        return StepGraphs, (self.why_never, self._room_is_free, self.windows)
 
     def __str__(self) -> str:
         if self._graphs:
@@ -94,7 +88,7 @@ class StepGraphs:
         before it. In the rare case of a change, its results are discarded.
         """
         self._on_trial = None
-        may_begin = self._is_trusted and self._why_never is None
+        may_begin = self._is_trusted and self.why_never is None
         if not may_begin or not decoder.training or not torch.is_grad_enabled():
             return None
         embedded = EmbeddedForm.of(inputs)
@@ -122,12 +116,6 @@ class StepGraphs:
             return False
         return state.why_not_captured() is None and state.dropout_matches()
 
-    def let_go(self, decoder: CapturableDecoder) -> None:
-        """Drop the graphs of a changed decoder, with their memory."""
-        if self._state is not None and not self._state.matches(decoder):
-            self._graphs.clear()
-            self._state, self._is_trusted = None, False
-
     def run(
         self,
         decoder: CapturableDecoder,
@@ -143,7 +131,7 @@ class StepGraphs:
             router_logits: True to return them too.
         """
         self._on_trial = None
-        if self._why_never is not None or not torch.is_grad_enabled():
+        if self.why_never is not None or not torch.is_grad_enabled():
             return None
         embedded = EmbeddedForm.of(inputs)
         if decoder.training and not self._graphs:  # spares the look at the decoder if no graphs are needed
@@ -264,10 +252,7 @@ class StepGraphs:
             if self._state is not None:
                 self._state.keep_memory()
             return True
-        self._graphs.clear()  # only now: the error held the tensors of the capture
-        self._memory = self._memory.after_broken_capture(device)
-        self._why_never = self.why_not = f"capture failed ({cause})"
-        logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
+        self._fail(cause, device)
         return False
 
 

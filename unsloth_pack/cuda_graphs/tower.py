@@ -6,7 +6,6 @@ copied into static buffers and replayed. A row is padded with patches in segment
 images of one size with images of zeros.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsloth_pack.cuda_graphs.capture import ModuleState
+from unsloth_pack.cuda_graphs.capture import GraphCache, ModuleState
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, longer_than_launching
 from unsloth_pack.cuda_graphs.memory import GraphMemory, alias_memory, describe_cause
 from unsloth_pack.cuda_graphs.shapes import (
@@ -28,34 +27,24 @@ from unsloth_pack.cuda_graphs.shapes import (
 )
 from unsloth_pack.packed_row.row import PackedRow, round_up
 
-_MAX_ERROR = (
-    1 / 16
-)  # of features, relative; 8 units of bfloat16, because GEMMs of other sizes round differently
-
-logger = logging.getLogger("unsloth_pack")
+# Of features, relative; 8 units of bfloat16, because GEMMs of other sizes round differently
+_MAX_ERROR = 1 / 16
 
 Output = Any  # a ModelOutput of transformers: tensors and lists of tensors by name
 
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The inputs of a tower for the images of a row: P patches of all of them, or a batch of P images.
+    """The inputs of a tower for the images of a row: P patches of all of them, or a batch of P images."""
 
-    Args:
-        pixels: `[P, pixels of a patch]`, or `[P, channels, height, width]`.
-        by_patch: `[P / n, ..]` each, a row for each run of n patches, by the tower's argument names.
-        places: the name among them of the permutation of the runs; None without one.
-        rows: the segments within which layers attend: images, and perhaps windows; none for a batch.
-        axis: of the patches in the tower's outputs.
-        asked: further arguments of the call.
-    """
-
-    pixels: Tensor
+    pixels: Tensor  # `[P, pixels of a patch]`, or `[P, channels, height, width]`
+    # `[P / n, ..]` each, a row for each run of n patches, by the tower's argument names
     by_patch: Mapping[str, Tensor] = field(default_factory=dict)
-    places: str | None = None
+    places: str | None = None  # the name among them of the permutation of the runs
+    # the segments within which layers attend: images, and perhaps windows; none for a batch
     rows: Sequence[PackedRow] = ()
-    axis: int = 0
-    asked: Mapping[str, int | None] = field(default_factory=dict)
+    axis: int = 0  # of the patches in the tower's outputs
+    asked: Mapping[str, int | None] = field(default_factory=dict)  # further arguments of the call
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -71,17 +60,11 @@ class Patches:
 
 @dataclass(frozen=True)
 class PatchesForm:
-    """The form of a row's patches: its sizes, rounded up. Rows of one form replay the same graph.
+    """The form of a row's patches: its sizes, rounded up. Rows of one form replay the same graph."""
 
-    Args:
-        n_patches: or images of a batch.
-        rows: the forms of their segments.
-        kind: properties that must be equal.
-    """
-
-    n_patches: int
-    rows: tuple[ShapeBucket, ...]
-    kind: tuple[object, ...]
+    n_patches: int  # or images of a batch
+    rows: tuple[ShapeBucket, ...]  # the forms of their segments
+    kind: tuple[object, ...]  # properties that must be equal
 
     @classmethod
     def of(cls, patches: Patches) -> "PatchesForm":
@@ -104,28 +87,20 @@ class PatchesForm:
 Run = Callable[[Patches], Output]  # the tower's own forward pass
 
 
-class TowerGraphs:
-    """The graphs of one tower, one for each form of patches. Copies and pickles hold no graphs.
-
-    Args:
-        why_never: why no row can be captured, or None.
-        unit: of a row's size, for `str()`.
-    """
+class TowerGraphs(GraphCache):
+    """The graphs of one tower, one for each form of patches; `unit` is that of a row's size, for `str()`."""
 
     def __init__(self, why_never: str | None, unit: str = "patches"):
-        self.why_not = why_never
+        super().__init__(why_never, "tower")
         self._unit = unit
-        self._why_never = why_never
-        self._graphs: dict[PatchesForm, _CapturedTower] = {}
+        self._graphs: dict[PatchesForm, _CapturedTower]
         self._forms_seen: dict[PatchesForm, None] = {}
         self._rows_seen: Counter[int] = Counter()  # by their patches
-        self._state: ModuleState | None = None
         self._drops = False  # True if it has dropout
-        self._memory = GraphMemory()
         self._trials = CaptureDecision()
 
     def __reduce__(self) -> tuple[type["TowerGraphs"], tuple[str | None, str]]:
-        return TowerGraphs, (self._why_never, self._unit)
+        return TowerGraphs, (self.why_never, self._unit)
 
     def __str__(self) -> str:
         if not self._graphs:
@@ -135,7 +110,7 @@ class TowerGraphs:
 
     def output(self, tower: nn.Module, run: Run, patches: Patches) -> Output:
         """Compute a tower's outputs without gradients: replay a graph that fits, or call `run`."""
-        if self._why_never is not None:
+        if self.why_never is not None:
             return run(patches)
         form = PatchesForm.of(patches)
         with torch.cuda.device_of(patches.pixels):  # a capture is of the current device
@@ -148,13 +123,7 @@ class TowerGraphs:
 
     def leave_out(self, why: str) -> None:
         """Note why the next row is not captured."""
-        self.why_not = self._why_never or why
-
-    def let_go(self, tower: nn.Module) -> None:
-        """Drop the graphs of a changed tower, with their memory."""
-        if self._state is not None and not self._state.matches(tower):
-            self._graphs.clear()
-            self._state = None
+        self.why_not = self.why_never or why
 
     def _graph_for(
         self, tower: nn.Module, run: Run, patches: Patches, form: PatchesForm
@@ -203,10 +172,7 @@ class TowerGraphs:
         else:
             self._graphs[form] = captured
             return captured
-        self._graphs.clear()  # only now: the error held the tensors of the capture
-        self._memory = self._memory.after_broken_capture(patches.pixels.device)
-        self._why_never = self.why_not = f"capture failed ({cause})"
-        logger.warning("the tower is not captured in CUDA graphs: %s", self._why_never)
+        self._fail(cause, patches.pixels.device)
         return None
 
 

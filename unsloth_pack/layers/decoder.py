@@ -5,6 +5,7 @@ Shapes: B rows of T tokens, V of all tokens stand for images, C features.
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -202,18 +203,20 @@ class FastDecoder(nn.Module):
         inputs: Any = input_ids
         if inputs_embeds is not None:
             inputs = Embedded(inputs_embeds, take_visual_by_layer(row, dict(kwargs)))
-        may_replay = not self._wants_more(kwargs, inputs_embeds)
+        graphs = None if self._wants_more(kwargs, inputs_embeds) else self.step_graphs
+        if self.step_graphs.why_never is not None:
+            graphs = None
         wants_router = self._wants_router_logits(kwargs)
-        step = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
+        step = None if graphs is None else graphs.replay(self, row, inputs, wants_router)
         while step is None:
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
-            if may_replay:
-                step = self.step_graphs.run(self, row, inputs, wants_router)
+            if graphs is not None:
+                step = graphs.run(self, row, inputs, wants_router)
                 if step is not None:
                     break
             plan = self.recompute_plan if self._trains() else None
             try:
-                with self.step_graphs.tried(row):
+                with nullcontext() if graphs is None else graphs.tried(row):
                     outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
                 if plan is None or plan.leaves_room(row.device) or not plan.lower():
                     return outputs

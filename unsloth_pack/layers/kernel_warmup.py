@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsloth_pack.cuda_graphs.protocols import PackedDecoder
+from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.kernels.launch import compile_in_parallel, triton
 from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.layers.leak_probe import (
@@ -29,7 +29,7 @@ logger = logging.getLogger("unsloth_pack")
 
 
 def compile_kernels(
-    decoder: PackedDecoder,
+    decoder: CapturableDecoder,
     described: PackedRow | PaddedBatch,
     loss_of: Callable[[Tensor], Tensor],
     probe: DecoderProbe | None,
@@ -57,7 +57,7 @@ def compile_kernels(
         logger.debug("kernels are not compiled side by side: %s", error)
 
 
-def find_layer_kinds(decoder: PackedDecoder) -> Collection[int]:
+def find_layer_kinds(decoder: CapturableDecoder) -> Collection[int]:
     """Return the number of the first layer of each kind, by its modules and its type in the config."""
     config = getattr(decoder, "config", None)
     names = getattr(config, "layer_types", None) or [None] * len(decoder.layers)
@@ -72,7 +72,7 @@ def _compiles_for(device: torch.device) -> bool:
     return triton is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _run_layers(decoder: PackedDecoder, row: PackedRow, only: Collection[int]) -> Any:
+def _run_layers(decoder: CapturableDecoder, row: PackedRow, only: Collection[int]) -> Any:
     """Run these layers on `[B, T, C]` as if others lay below them: gradients reach their input."""
     ids = torch.zeros(row.shape, dtype=torch.long, device=row.device)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def _run_layers(decoder: PackedDecoder, row: PackedRow, only: Collection[int]) -
     return packed_forward(decoder, row, None, embeds.requires_grad_(), only=only, **inputs).last_hidden_state
 
 
-def _run_backward(loss: Tensor, decoder: PackedDecoder) -> None:
+def _run_backward(loss: Tensor, decoder: CapturableDecoder) -> None:
     """Run the backward pass without accumulating gradients, so that no hook for them runs."""
     trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
     if trained and loss.requires_grad:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from unsloth_pack.cuda_graphs.protocols import DecoderOutput, PackedDecoder
+from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, DecoderOutput
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.modules import HOOKS, Walkable, sharded_by
@@ -63,7 +63,7 @@ def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool 
 
 
 @contextmanager
-def bare_forward(decoder: PackedDecoder) -> Iterator[None]:
+def bare_forward(decoder: CapturableDecoder) -> Iterator[None]:
     """Run no hook of a module, recompute no layer, and keep none of autocast's casts."""
     saved = [
         (vars(module), name, vars(module)[name])
@@ -82,7 +82,7 @@ def bare_forward(decoder: PackedDecoder) -> Iterator[None]:
             attributes[name] = value
 
 
-def packed_forward(decoder: PackedDecoder, *args: Any, **options: Any) -> DecoderOutput:
+def packed_forward(decoder: CapturableDecoder, *args: Any, **options: Any) -> DecoderOutput:
     """Bypass transformers' recording of outputs, whose hooks `bare_forward` would lose."""
     return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
 
@@ -198,7 +198,7 @@ class DecoderProbe:
     def __init__(self, attn_backend: str):
         self.attn_backend = attn_backend
 
-    def is_due(self, decoder: PackedDecoder, row: PackedRow) -> bool:
+    def is_due(self, decoder: CapturableDecoder, row: PackedRow) -> bool:
         """Return whether this training row could leak, and the host may look now."""
         return (
             decoder.training
@@ -208,7 +208,7 @@ class DecoderProbe:
             and not (row.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
-    def look(self, decoder: PackedDecoder) -> None:
+    def look(self, decoder: CapturableDecoder) -> None:
         """Run `look_for_leaks` on the last hidden state; log why if it says nothing.
 
         Raises:
@@ -222,7 +222,7 @@ class DecoderProbe:
         if why_not is not None:
             logger.warning("not probed for leaks between documents: %s", why_not)
 
-    def compile_kernels(self, decoder: PackedDecoder, only: Collection[int]) -> None:
+    def compile_kernels(self, decoder: CapturableDecoder, only: Collection[int]) -> None:
         """Run these layers as `look` does, without checking the result."""
         documents = random_documents(_LENGTHS, 1, torch.Generator().manual_seed(0))
         with side_effect_free_pass(decoder), bare_forward(decoder):
@@ -232,7 +232,7 @@ class DecoderProbe:
 class _Decoder(ProbeSubject):
     """A decoder from embeddings to hidden states. Its weights get no gradient; `only` these layers run."""
 
-    def __init__(self, decoder: PackedDecoder, attn_backend: str, only: Collection[int] | None = None):
+    def __init__(self, decoder: CapturableDecoder, attn_backend: str, only: Collection[int] | None = None):
         self.attn_backend = attn_backend
         self.vocab_size = len(decoder.get_input_embeddings().weight)
         self._decoder, self._only = decoder, only
