@@ -9,10 +9,9 @@ import torch
 from tiny import DEVICE, random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.cuda_graphs import activation_offload
-from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
+from unsloth_pack.cuda_graphs import checkpointing as offloading
+from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload, RecomputedLayers
 from unsloth_pack.cuda_graphs.memory import GraphMemory
-from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.errors import InputError
 from unsloth_pack.memory import checkpointing as planning
 from unsloth_pack.memory.checkpointing import RecomputePlan, enable_checkpointing
@@ -141,7 +140,7 @@ class FakeOnHost:
 
 
 def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(offloading, "_OnHost", FakeOnHost)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     store = ActivationOffload(lambda number, x: None)
     inputs = [SimpleNamespace(is_cuda=True, device=None, nbytes=8) for _ in range(5)]

@@ -16,10 +16,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, UntypedStorage, nn
 
+from unsloth_pack.cuda_graphs.checkpointing import RecomputedLayers, why_not_recomputed
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
 from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameters
-from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers, why_not_recomputed
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
 from unsloth_pack.kernels.launch import once_differentiable
 from unsloth_pack.modules import HOOKS, Walkable, is_harmless

@@ -18,21 +18,14 @@ from unsloth_pack.cuda_graphs.memory import alias_memory
 
 
 class FlatLayout:
-    """The layout of tensors of these shapes in one.
-
-    Args:
-        shapes: of the tensors; None to leave one out.
-
-    Attributes:
-        order: the indices in `shapes`, in the order of the layout.
-    """
+    """The layout of tensors of these shapes in one; None leaves one out."""
 
     def __init__(self, shapes: Sequence[torch.Size | None]):
         places: dict[torch.Size, list[int]] = {}
         for place, shape in enumerate(shapes):
             if shape is not None:
                 places.setdefault(shape, []).append(place)
-        self.order = [*chain.from_iterable(places.values())]
+        self.order = [*chain.from_iterable(places.values())]  # indices in `shapes`
         self._blocks = [(len(alike), *shape) for shape, alike in places.items()]
         self._sizes = [len(alike) * shape.numel() for shape, alike in places.items()]
 

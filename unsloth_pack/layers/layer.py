@@ -43,9 +43,6 @@ class FastRMSNorm(nn.Module):
         """Return residual + added and its norm, both `[..., C]`, in one launch.
 
         Replace the residual by the returned one: the norm's backward pass then adds the gradients of both.
-
-        Args:
-            added: None to add nothing.
         """
         total, normed = add_rms_norm(residual, added, self.weight, norm_eps(self), self.norm_offset)
         normed = normed.to(total.dtype) if self.norm_keeps_dtype else normed
@@ -175,15 +172,9 @@ class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
 def build_layer_inputs(
     decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Build the keywords of each layer of a decoder, for a packed row.
+    """Build the keywords of each layer of a decoder, for a packed row with embeddings `hidden_BTC`.
 
-    Args:
-        hidden_BTC: the embeddings.
-        kwargs: of the call. Those that are not for the layers are taken out.
-
-    Raises:
-        InputError: the call passes or asks for shared keys and values; checkpointing would lose their
-            gradients; `per_layer_inputs` come with `input_ids`.
+    Keywords of the call that are not for the layers are taken out of `kwargs`.
     """
     by_layer: list[dict[str, Any]] = [{} for _ in decoder.layers]
     if decoder.spec.kv_sharing:

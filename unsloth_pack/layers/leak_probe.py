@@ -30,11 +30,7 @@ from unsloth_pack.packed_row.row import PackedRow
 
 @contextmanager
 def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool = False) -> Iterator[None]:
-    """Put the model in one mode without its own checks, then restore everything.
-
-    Args:
-        dropout: dropout modules are in that mode too; else they drop nothing.
-    """
+    """Put the model in one mode without its own checks, then restore everything; `dropout` drops too."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     checks = ("has_checked_trained_weights", "has_checked_mask", "has_checked_boundary_labels")

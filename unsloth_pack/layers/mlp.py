@@ -34,14 +34,10 @@ _SPARING = 448  # one layer in (width / 448), at least one in two, recomputes ga
 
 
 class GateAndUpPlan:
-    """Decides for every step which layers keep gate and up, by its tokens and the free memory.
-
-    Args:
-        features: of gate, for a token, in every module that may keep them.
-    """
+    """Decides for every step which layers keep gate and up, by its tokens and the free memory."""
 
     def __init__(self, features: Sequence[int]):
-        self._features = list(features)
+        self._features = list(features)  # of gate, for a token, in every module that may keep them
         self._has_room = False
 
     def decide(self, tokens: int, element_size: int, device: torch.device) -> None:
@@ -51,15 +47,10 @@ class GateAndUpPlan:
             self._has_room = sum(self._features) * bytes_per_feature <= _SHARE * free_bytes(device)
 
     def keeps(self, number: int, width: int, n_bytes: int) -> bool:
-        """Return whether a layer on a GPU keeps them.
+        """Return whether layer `number`, on a GPU with an input of this width, keeps its `n_bytes` of them.
 
         Where memory is short, every second layer of a narrow model recomputes them, and every ninth of one
         that is 4,096 wide: a byte of them costs as many FLOP as the layer is wide.
-
-        Args:
-            number: the layer's, from 0.
-            width: features of the layer's input.
-            n_bytes: of gate and up in the layer.
         """
         return self._has_room or n_bytes < _MANY_BYTES or number % max(2, width // _SPARING) > 0
 

@@ -43,12 +43,7 @@ class FastExperts(ExpertsModule):
 
     @no_compile
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute `[N, C]`, the weighted sum over the experts of each token.
-
-        Args:
-            hidden_states: `[N, C]`.
-            args: the experts of each token and their weights, `[N, k]`.
-        """
+        """Compute `[N, C]` from `[N, C]`; `args` are the experts of each token and their weights."""
         if not self.runs_fused(hidden_states, args, kwargs):
             with _widen_biases(self):
                 return super().forward(hidden_states, *args, **kwargs)
@@ -88,11 +83,7 @@ class FastExpertsLora(PeftStack):
     """Replaces the class of a `ParamWrapper` around stacked experts; else PEFT's own forward runs."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Merge as PEFT does.
-
-        Raises:
-            InputError: the experts are quantised: PEFT would add to a copy, and lose it.
-        """
+        """Merge as PEFT does, but not into quantised experts: PEFT would add to a copy, and lose it."""
         if is_quantised(self.get_base_layer()):
             raise InputError("experts in few bits cannot be merged in place; use save_pretrained_merged")
         super().merge(*args, **kwargs)

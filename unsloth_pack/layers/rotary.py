@@ -23,22 +23,20 @@ _GRAIN = 256  # tables grow in steps of this many positions
 
 
 class RotaryTables:
-    """The tables of one `rotary_emb` module (and layer type), cached between steps.
+    """The tables of one `rotary_emb` module, cached between steps.
 
     Args:
-        rotary_emb: transformers' rotary module.
         layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
         axis_of_pair: `[R/2]` int64, the axis by which each pair of dimensions turns; None with one axis.
-
-    `static_table` holds the latest `cos` and `sin`, where all documents rotate alike.
     """
 
     def __init__(self, rotary_emb: Any, layer_type: str | None, axis_of_pair: np.ndarray | None = None):
         self.rotary_emb = rotary_emb
         self.layer_type = layer_type
         self.axis_of_pair = axis_of_pair
+        # The latest `cos` and `sin`, where all documents rotate alike
         self.static_table: tuple[Tensor, Tensor] | None = None
-        self._axis_on_device: Tensor | None = None  # on the device
+        self._axis_on_device: Tensor | None = None
         rope_type, parameters = rotary_emb.rope_type, rotary_emb.config.rope_parameters or {}
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
         if self.rope_type == "dynamic" and parameters.get("alpha"):
@@ -172,14 +170,9 @@ def _cos_sin(inv_freq: Tensor, scaling: float, n_positions: int) -> tuple[Tensor
 
 
 def scale_queries(q: Tensor, position_ids: Tensor, config: Any) -> Tensor:
-    """Scale q by 1 + beta * log(1 + floor(position / P)), in its dtype; P is the length of pretraining.
+    """Scale q, `[N, H, D]` or `[B, H, T, D]`, by 1 + beta * log(1 + floor(position / P)), in its dtype.
 
-    Args:
-        q: `[N, H, D]` or `[B, H, T, D]`.
-        position_ids: `[N]`, `[1, T]` or `[B, T]`.
-        config: its `rope_parameters` hold beta and P.
-
-    Source: Llama 4 (2025); also Ministral 3.
+    P is the length of pretraining. Source: Llama 4 (2025); also Ministral 3.
     """
     beta = config.rope_parameters["llama_4_scaling_beta"]
     periods = torch.floor(position_ids / config.rope_parameters["original_max_position_embeddings"])

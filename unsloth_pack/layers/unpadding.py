@@ -29,14 +29,10 @@ from unsloth_pack.packed_row.row import IGNORE_INDEX
 
 
 class Unpadding:
-    """Finds the padded batches among the calls of one decoder. Copies and pickles start empty.
-
-    Args:
-        why_never: why batches keep their padding, whatever they are; None where they need not.
-    """
+    """Finds the padded batches among the calls of one decoder. Copies and pickles start empty."""
 
     def __init__(self, why_never: str | None):
-        self.why_never = why_never
+        self.why_never = why_never  # why batches keep their padding, whatever they are
         self.kept: Counter[str] = Counter()  # batches that kept their padding, by reason
         self._last: tuple[_CallTensors, PaddedBatch | None] | None = None
 

@@ -23,8 +23,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
+from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder, has_fast_decoder
 

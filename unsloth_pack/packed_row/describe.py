@@ -392,11 +392,7 @@ def add_axes(row: PackedRow, axes: np.ndarray) -> PackedRow:
 
 
 def refuse_document_ids(attention_mask: Any) -> None:
-    """Refuse a mask of document ids that nothing else explains: all would count as one document.
-
-    Raises:
-        InputError: the mask holds numbers above 1.
-    """
+    """Refuse a mask of document ids that nothing else explains: all would count as one document."""
     is_of_tokens = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
     if is_of_tokens and not is_tracing(attention_mask) and (attention_mask > 1).any():
         raise InputError(
@@ -406,16 +402,10 @@ def refuse_document_ids(attention_mask: Any) -> None:
 
 
 def refuse_leaking_masks(masks: Any, position_ids: Any) -> None:
-    """Refuse masks by which a token sees one of another document.
+    """Refuse masks `[B, 1, T, T]` of an ordinary batch by which a token sees one of another document.
 
     Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
-
-    Args:
-        masks: of an ordinary batch: by the type of layer, `[B, 1, T, T]` each; anything else passes.
-        position_ids: `[B, T]`, from 0 in each document; anything else passes.
-
-    Raises:
-        InputError: names the token that sees too much.
+    `position_ids` `[B, T]` start from 0 in each document; anything else passes.
     """
     if not isinstance(masks, dict) or getattr(position_ids, "ndim", 0) != 2 or is_tracing(position_ids):
         return

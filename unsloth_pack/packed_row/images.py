@@ -138,11 +138,7 @@ class BlockRows:
 
     @classmethod
     def from_row(cls, row: PackedRow, window: int | None) -> "BlockRows":
-        """Return the blocks of a row for layers with this window, which all such layers share.
-
-        Args:
-            window: how many keys a query sees, its own included; None for all.
-        """
+        """Return the blocks of a row, which all layers with this window share; None sees all keys."""
 
         def build() -> BlockRows:
             runs = _runs(row, window)
@@ -154,11 +150,7 @@ class BlockRows:
 
     @classmethod
     def static(cls, row: PackedRow, window: int | None, form: "BlockForm") -> "BlockRows":
-        """Make blocks of fixed sizes for CUDA graphs, to `fill` anew every step.
-
-        Args:
-            row: a static row; its layers with this window use these blocks from now on.
-        """
+        """Make blocks of fixed sizes for the layers of a static row with this window, to `fill` anew."""
         padding = form.padding(row.longest)
         n_queries, n_segments = form.queries + padding, form.blocks + padding
         n_keys = form.earlier_within(window) + n_queries
@@ -172,13 +164,9 @@ class BlockRows:
         return blocks
 
     def fill(self, row: PackedRow, window: int | None, spare: int, padding: int) -> None:
-        """Make these static blocks describe those of `row`, followed by runs of padding.
+        """Make these static blocks describe those of `row`, followed by `padding` runs of a `spare` token.
 
         Every run has a query, and as many keys or more, so that a kernel writes its whole output.
-
-        Args:
-            spare: a padding token of the static row; it fills up the queries and the keys.
-            padding: how many runs of padding.
         """
         for static, places, runs in zip(
             (self.queries, self.keys), (self.query_places, self.key_places), _runs(row, window), strict=True
@@ -222,10 +210,7 @@ class BlockForm:
         return self.earlier if window is None else min(self.earlier, self.blocks * (window - 1))
 
     def padding(self, longest: int) -> int:
-        """Return how many runs of padding fill the form up, however few blocks a row has.
-
-        Each has a spare query, and none is longer than a block, or than `longest` keys.
-        """
+        """Return how many runs of padding, none longer than a block or `longest` keys, fill the form up."""
         for_queries = -(-self.queries // (self.longest - 1))
         return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
 
@@ -235,10 +220,8 @@ class BlockForm:
 
 
 class _Runs(NamedTuple):
-    """Runs of tokens: `[runs]` their lengths, and `[tokens]` int64 where each token stands in the row."""
-
-    lengths: np.ndarray
-    places: np.ndarray
+    lengths: np.ndarray  # `[runs]`
+    places: np.ndarray  # `[tokens]` int64; where each token stands in the row
 
 
 def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:

@@ -194,20 +194,20 @@ class PackedRow:
         """Return `unscored_places` on the device."""
         return self.upload(self.unscored_places)
 
-    @cached_property
-    def _stacked(self) -> tuple[np.ndarray, ...]:
+    def _stack(self, ratio: float) -> list[np.ndarray]:
+        """Stack segments at least `ratio` times as long as the longest: int64 tokens `[segments, L]`."""
         lengths = np.array(self.lengths)
         stacks: list[list[int]] = []
         for segment in np.argsort(-lengths, kind="stable").tolist():
-            if stacks and lengths[segment] >= _STACK_RATIO * lengths[stacks[-1][0]]:
+            if stacks and lengths[segment] >= ratio * lengths[stacks[-1][0]]:
                 stacks[-1].append(segment)
             else:
                 stacks.append([segment])
-        return tuple(
+        return [
             self.starts[stack][:, None]
             + np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
             for stack in stacks
-        )
+        ]
 
     @cached_property
     def stacks(self) -> tuple[Tensor, ...]:
@@ -216,32 +216,24 @@ class PackedRow:
         A slot past the end of its segment repeats the segment's last token, so no slot shows another
         document; under a causal mask nothing before it can see it.
         """
-        return tuple(self.upload(stack) for stack in self._stacked)
+        return tuple(map(self.upload, self._stack(_STACK_RATIO)))
 
     @cached_property
     def unstack(self) -> Tensor:
         """Return `[N]` int64: where each token lies in the concatenated, flattened stacks."""
-        return self.upload(self._places_in(self._stacked))
-
-    @cached_property
-    def _equally_stacked(self) -> tuple[np.ndarray, ...]:
-        lengths = np.array(self.lengths)
-        return tuple(
-            self.starts[lengths == length][:, None] + np.arange(length)[None, :]
-            for length in np.unique(lengths)
-        )
+        return self.upload(self._places_in(self._stack(_STACK_RATIO)))
 
     @cached_property
     def equal_stacks(self) -> tuple[Tensor, ...]:
         """Batch the segments of each length by themselves: int64 token indices `[segments, L]`."""
-        return tuple(self.upload(stack) for stack in self._equally_stacked)
+        return tuple(map(self.upload, self._stack(1.0)))
 
     @cached_property
     def unstack_equal(self) -> Tensor:
         """Return `[N]` int64: where each token lies in the concatenated, flattened `equal_stacks`."""
-        return self.upload(self._places_in(self._equally_stacked))
+        return self.upload(self._places_in(self._stack(1.0)))
 
-    def _places_in(self, stacks: tuple[np.ndarray, ...]) -> np.ndarray:
+    def _places_in(self, stacks: list[np.ndarray]) -> np.ndarray:
         slots = np.concatenate([stack.reshape(-1) for stack in stacks])
         place = np.empty(self.n_tokens, dtype=np.int64)
         # Backwards, so that the first slot of a token wins: later ones are fillers
@@ -249,9 +241,7 @@ class PackedRow:
         return place
 
     def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Copy `labels` (N elements, any shape) to the row's device, with `ignore_index` at
-        `unscored_places`.
-        """
+        """Copy `labels`, of N elements, to the row's device, with `ignore_index` at `unscored_places`."""
         masked = labels.reshape(-1).to(self.device, copy=True)
         return masked.index_fill_(0, self.unscored, ignore_index).view(labels.shape)  # assigning would wait
 

@@ -40,7 +40,6 @@ Boundaries = Callable[[PackedRow], Mapping[str, Any]]
 
 def seq_idx(row: PackedRow) -> dict[str, Any]:
     """Return `[1, N]` int32, the number of each token's document, for causal-conv1d and mamba_ssm."""
-
     numbers = np.arange(len(row.lengths), dtype=np.int32)
     return {"seq_idx": row.once("seq_idx", lambda: row.upload(np.repeat(numbers, row.lengths)[None]))}
 
@@ -158,15 +157,11 @@ def why_not_in_one_row(
     width: int,
     rounds_together: bool,
 ) -> str | None:
-    """Try whether a module keeps the documents of a row apart; return None if it does.
+    """Try whether a module that `make` builds keeps the documents of a row apart; return None if it does.
 
     No gradient of the last document may reach those before. Changing them may change it by no more than
-    another equal run does: by no bit, where its kernels add up in a fixed order.
-
-    Args:
-        make: builds the module with fresh weights, which are replaced.
-        width: C of its input.
-        rounds_together: see `FastStateLayer`; then its rounding may change too.
+    another equal run does: by no bit, where its kernels add up in a fixed order. See `FastStateLayer` for
+    `rounds_together`; then its rounding may change too.
     """
     row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
     start = int(row.starts[-1])
@@ -255,11 +250,7 @@ MAMBA2 = StateMixer(
 
 
 def _delta_net_boundaries(row: PackedRow) -> dict[str, Any]:
-    """Return document numbers for causal-conv1d, and for flash-linear-attention the ends, on the host too:
-    else
-    it waits.
-    """
-
+    """Return document numbers for causal-conv1d, and for fla the ends, on the host too: else it waits."""
     ends = row.once("cu_seqlens_cpu", lambda: torch.tensor([0, *np.cumsum(row.lengths).tolist()]))
     return seq_idx(row) | {"cu_seq_lens_q": row.cu_seqlens, "cu_seqlens_cpu": ends}
 
