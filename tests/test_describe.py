@@ -81,9 +81,13 @@ def test_a_keyword_that_is_nearly_one_of_a_row_is_refused():
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
     monkeypatch.setattr("unsloth_pack.packed_row.describe.is_remote", lambda x: isinstance(x, torch.Tensor))
+    transfers, to_cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(1) or to_cpu(x))
     lengths = [3, 1, 4, 2]
     for name, description in every_description(lengths).items():
+        transfers.clear()
         row = describe_row((1, 10), CPU, **description)
+        assert len(transfers) == any(map(torch.is_tensor, description.values()))
         assert row.lengths == tuple(lengths), name
         assert row.positions.tolist() == positions_of(lengths).tolist(), name
         assert row.positions.dtype == np.int64, name
@@ -114,12 +118,6 @@ def test_a_row_on_another_device_shares_nothing_that_was_made_for_the_first():
     moved = row.on(torch.device("meta"))
     assert moved.once("of a layer", lambda: "elsewhere") == "elsewhere"
     assert row.on(CPU) is row
-
-
-def test_documents_of_similar_length_share_a_stack():
-    row = PackedRow.of_lengths((3, 8, 5, 6, 3, 4, 8), CPU)
-    assert [stack[:, 0].tolist() for stack in row.stacks] == [[3, 29, 16], [11, 25], [0, 22]]
-    assert [stack.shape[1] for stack in row.stacks] == [8, 5, 3]
 
 
 def test_a_short_sum_leaves_a_padded_tail():
@@ -259,25 +257,17 @@ REFUSED = [
     ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
     ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
     ({"packed_seq_lengths": [3.5, 3.5]}, "packed_seq_lengths is", "[3.5, 3.5]", "give the length"),
-    ({"packed_seq_lengths": torch.tensor(7)}, "packed_seq_lengths is", "7", "give the length"),
     ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
-    ({"packed_seq_lengths": [10**400]}, "packed_seq_lengths is", "1000", "give the length"),
     ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
-    ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
     *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7], [0, [3, 7]])),
     running_sum(7, "[7]"),
     running_sum(torch.zeros(0, dtype=torch.int32), "[]"),
     disagree("[3, 4]", **TWO_ENDS, cu_seq_lens_k=[0, 4, 7]),
-    disagree("[3, 4]", packed_seq_lengths=[4, 3], cu_seq_lens_q=torch.tensor([0, 3, 7])),
     disagree("[3, 4]", packed_seq_lengths=torch.tensor([7]), position_ids=positions_of([3, 4])),
-    disagree("[7]", **ROW, position_ids=torch.arange(7)),
     disagree("[3, 2, 2]", **ROW, position_ids=torch.tensor([0, 1, 2, 0, 1, 5, 6])),
-    disagree("[3, 4]", packed_seq_lengths=[3, 3], position_ids=positions_of([3, 4])),
     disagree("packed_seq_lengths and seq_lengths", packed_seq_lengths=[4, 3], seq_lengths=[[3], [4]]),
     disagree("[4, 3]", seq_lengths=[[3, 4]], position_ids=positions_of([4, 3])),
-    disagree("[2, 5]", seq_lengths=[[3, 4]], cu_seq_lens_q=[0, 2, 7]),
     disagree("[4, 3]", **ROW, seq_idx=[0, 0, 0, 0, 1, 1, 1]),
-    disagree("[3, 4]", **TWO_ENDS, packed_seq_lengths=[3]),
     (
         {"max_length_q": 4, "max_length_k": 4},
         "q is 4",
@@ -304,8 +294,6 @@ REFUSED = [
     ({**ROW, "attention_mask": {"full": None}}, "attention_mask is a dict", "[1, 7]", "leave it out"),
     masked(1, 1, 1, 1, 1, 0, 0),
     masked(0, 1, 1, 1, 1, 1, 1),
-    masked(1, 1, 0, 1, 0, 0, 0),
-    masked(0, 0, 0, 0, 1, 1, 1),
     masked(1, 1, 1, 0, 0, 0, 0),
     masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps no token", value="row"),
     (
@@ -367,15 +355,3 @@ def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     assert row_of((2, 4), packed_seq_lengths=[[2, 2], [4]], **counted).lengths == (2, 2, 4)
     uncounted = torch.arange(7)[None]  # nobody has counted them: they are masked
     assert row_of((1, 7), packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
-
-
-def test_what_is_on_a_device_comes_in_one_transfer(monkeypatch):
-    positions, seq_idx = positions_of([3, 4])[None], torch.tensor([[0] * 3 + [1] * 4])
-    remote = {id(positions), id(seq_idx)}
-    monkeypatch.setattr("unsloth_pack.packed_row.describe.is_remote", lambda x: id(x) in remote)
-    transfers, to_cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
-    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4]) is not None
-    assert transfers == []
-    assert describe_row((1, 7), CPU, position_ids=positions, seq_idx=seq_idx).lengths == (3, 4)
-    assert transfers == [14]

@@ -245,21 +245,6 @@ def test_labels_that_are_shifted_already_are_scored_where_they_stand():
     assert got.log_probs[0, -1] == 0
 
 
-def test_ordinary_batches_are_scored_as_packed_rows_are():
-    """DPO, KTO and GRPO hand over padded batches."""
-    model = patched()
-    asked_by_trl(model)
-    first, second = random_documents([9, 6])
-    ids = torch.zeros(2, 9, dtype=torch.int64)
-    ids[0], ids[1, 3:] = first, second  # padded on the left
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    out = model(**{name: x.to(DEVICE) for name, x in batch.items()}, fused_lm_head=True)
-    alone = model(**row([second]), fused_lm_head=True)
-    assert torch.allclose(out.log_probs[1, 3:], alone.log_probs[0], atol=1e-5)
-
-
 @pytest.mark.parametrize("why", ["float32", "adapter"])
 def test_what_only_trls_head_can_do_goes_its_way(why, described):
     model = patched()
