@@ -277,13 +277,6 @@ def test_a_captured_step_is_judged_as_it_is_replayed(captures):
     assert any(text.startswith("logits: ") for text in captured["failed"])
 
 
-def test_an_error_while_capturing_leaves_the_uncaptured_row(captures):
-    captures(None)
-    uncaptured, captured = rows_of("False", "plain")
-    assert holds(uncaptured)
-    assert captured["failed"][0].startswith("TypeError: ")
-
-
 # How outcomes are judged
 
 
@@ -333,17 +326,6 @@ def test_luck_averages_out_over_draws_and_a_fault_does_not():
 
 
 # The command
-
-
-def test_the_grid_with_images_has_models_of_its_own(capsys, monkeypatch):
-    part = ["--images", "--list", "--arch", "gemma3", "--variant", "frozen tower"]
-    monkeypatch.setattr("sys.argv", ["grid.py", *part])
-    assert grid.main() == 0
-    assert "64 cases, each uncaptured and captured: 128 rows" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["grid.py", *part[1:]])
-    with pytest.raises(SystemExit):
-        grid.main()
-    assert "invalid choice: 'gemma3'" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_fails_the_case_that_it_was_at():

@@ -10,10 +10,8 @@ import weakref
 
 import pytest
 import torch
-from test_leak_probe import ROW, patched, trainer_of
+from test_leak_probe import ROW, patched
 from tiny import random_documents
-from transformers import Trainer
-from trl import SFTTrainer
 
 from unsloth_pack.kernels import launch
 from unsloth_pack.kernels import launch as side_by_side
@@ -62,22 +60,6 @@ def test_a_rehearsed_step_has_the_same_bits(arch, passes, monkeypatch):
     assert all(map(torch.equal, gradients, expected_gradients))
 
 
-@pytest.mark.parametrize("kind", [SFTTrainer, Trainer])
-def test_trainers_have_the_same_losses(kind, passes, monkeypatch, tmp_path):
-    def losses():
-        torch.manual_seed(0)
-        trainer = trainer_of(kind, patched(), tmp_path)
-        trainer.train()
-        return [
-            {k: v for k, v in log.items() if k in ("loss", "grad_norm")} for log in trainer.state.log_history
-        ]
-
-    rehearsed = losses()
-    assert len(passes) == 1
-    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: False)
-    assert losses() == rehearsed
-
-
 def test_a_padded_batch_is_rehearsed_as_the_row_that_it_becomes(passes, caplog):
     documents = random_documents([9, 14])
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
@@ -96,17 +78,6 @@ def test_one_layer_of_each_kind_is_rehearsed():
     kinds = [decoder.config.layer_types[number] for number in find_layer_kinds(decoder)]
     assert kinds == list(dict.fromkeys(decoder.config.layer_types))
     assert len(kinds) == 2
-
-
-def test_the_probe_is_rehearsed_through_these_layers_and_finds_nothing(passes, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "unsloth_pack.layers.leak_probe.DecoderProbe.compile_kernels",
-        lambda self, decoder, only: seen.append(list(only)),
-    )
-    model = patched()
-    model(**ROW)
-    assert seen == [[0]]
 
 
 def test_hooks_do_not_run(passes):
@@ -209,15 +180,6 @@ def test_a_kernel_that_waits_to_be_compiled_keeps_no_memory_of_the_step(no_devic
     (x, (y, seven), nothing, options) = given[0]
     assert (seven, nothing, options["BLOCK"]) == (7, None, 16)
     assert [(t.dtype, t.data_ptr() % 16) for t in (x, y, options["z"], options["w"])] == forms
-
-
-def test_a_kernel_that_does_not_compile_stops_nothing(no_device):
-    class Broken(_Kernel):
-        def warmup(self, *args, grid, **options):
-            raise RuntimeError("does not compile")
-
-    with compile_in_parallel(torch.device("cpu")):
-        side_by_side.get_compile_queue().add(Broken(None), (), {})
 
 
 def test_kernels_of_this_package_are_not_launched_meanwhile_and_in_other_threads_they_are(monkeypatch):

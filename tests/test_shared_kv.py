@@ -1,7 +1,6 @@
 """Gemma 4's text model: keys and values shared by layers, layers of two head sizes, embeddings by layer."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +9,6 @@ from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_mo
 from unsloth_pack import patch_model
 from unsloth_pack.attention import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.layers.mixers import Choice
-from unsloth_pack.patching.parts import DecoderParts
-from unsloth_pack.patching.patch import _why_never_captured
 
 LENGTHS = [5, 40, 1, 17]
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
@@ -66,18 +62,6 @@ def test_experts_beside_the_mlp_are_fused(overrides):
     assert len(alone.routes) == (4 if overrides else 0)
     assert patch.report.fused.get("experts", "").startswith("4 layers" if overrides else "")
     assert "experts" not in patch.report.not_fused
-
-
-def test_a_step_without_experts_may_be_captured():
-    model, patch = patched()
-    decoder = model.get_decoder()
-    tables, spec = decoder.rotary_tables, decoder.spec
-    patch.undo()
-    choices = [Choice("sdpa", "", None)] * len(decoder.layers)
-    parts = DecoderParts.from_decoder(decoder, spec, choices)
-    on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
-    decoder.get_input_embeddings = lambda: on_gpu
-    assert _why_never_captured(decoder, parts, tables, []) is None
 
 
 def test_a_layer_that_reuses_sends_gradients_through_what_it_reads():

@@ -312,40 +312,25 @@ def test_neighbours_may_change_how_the_kernels_of_mamba_round(arch, kernels):
     assert_found(model)
 
 
-def test_kernels_that_do_not_run_are_not_used(kernels):
-    def fails(*args, **kwargs):
-        raise RuntimeError("no kernel image\nis available")
-
-    kernels.causal_conv1d_fn = fails
-    fails.__name__ = "causal_conv1d_fn"
-    kernels.installed("lfm2")
-    report = patch_model(tiny_model("lfm2", device="cpu")).report
-    assert "the installed kernels do not run (RuntimeError: no kernel image)" in report.attn_reason
-
-
 # Planted leaks
 
 
 @pytest.mark.parametrize(
-    "what", ["convolution", "recurrence", pytest.param("both", marks=pytest.mark.nightly)]
+    "what", ["the row", "convolution", "recurrence", pytest.param("both", marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("arch", [param for param in SMALL_PARAMS if param.values != ("lfm2",)])
-def test_what_carries_over_in_a_kernel_is_found(arch, what, kernels):
-    kernels.installed(arch)
+def test_what_carries_over_is_found(arch, what, kernels):
+    """In a kernel, or because the row goes through the layer as one text."""
+    if what != "the row":
+        kernels.installed(arch)
     model = tiny_model(arch, device="cpu")
     patch_model(model)
-    parts = {"convolution": {"causal_conv1d_fn"}, "recurrence": {recurrence_of(arch)}}
-    kernels.carrying = parts.get(what, set.union(*parts.values()))
-    assert_found(model)
-
-
-@pytest.mark.parametrize("arch", SMALL_PARAMS)
-def test_a_state_that_is_not_restarted_is_found(arch):
-    """The row goes through the layer as one text."""
-    model = tiny_model(arch, device="cpu")
-    patch_model(model)
-    for layer in state_layers(model):
-        layer.boundaries = lambda row: {}
+    if what == "the row":
+        for layer in state_layers(model):
+            layer.boundaries = lambda row: {}
+    else:
+        parts = {"convolution": {"causal_conv1d_fn"}, "recurrence": {recurrence_of(arch)}}
+        kernels.carrying = parts.get(what, set.union(*parts.values()))
     assert_found(model)
 
 
@@ -359,36 +344,7 @@ def assert_found(model):
         run_packed(model, documents)
 
 
-@pytest.mark.parametrize("arch", SMALL)
-def test_the_last_token_alone_shows_that_a_state_carries_over(arch):
-    """It is what a short convolution takes from the document before; nothing else needs to change."""
-    documents = random_documents([9, 14])
-    other = [documents[0].clone(), documents[1]]
-    other[0][-1] = (other[0][-1] + 1) % 256
-    for carries in (False, True):
-        model = tiny_model(arch, device="cpu").eval()
-        patch_model(model)
-        for layer in state_layers(model):
-            layer.boundaries = (lambda row: {}) if carries else None
-        with torch.no_grad():
-            first, second = (
-                model(input_ids=torch.cat(row)[None], packed_seq_lengths=[9, 14]).logits[0, 9:]
-                for row in (documents, other)
-            )
-        assert torch.equal(first, second) != carries
-
-
 # What they are made of
-
-
-@pytest.mark.parametrize("arch", HYBRIDS)
-def test_every_name_of_a_state_layer_is_known(arch):
-    decoder = tiny_model(arch, device="cpu").get_base_model().get_decoder()
-    for mixer, module in mixers_by_layer(decoder, HYBRIDS[arch]):
-        if mixer is not MIXERS["attention"]:
-            own = {name for name in vars(module) if not name.startswith("_")} - {"training"}
-            names = own | module._parameters.keys() | module._modules.keys() | module._buffers.keys()
-            assert names <= mixer.known(HYBRIDS[arch])
 
 
 @pytest.mark.parametrize("model_type", LEAKING)
