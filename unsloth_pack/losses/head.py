@@ -208,7 +208,7 @@ def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
     return Head(module, linear.weight, linear.bias, divisor, softcap, extra)
 
 
-def count_head_outputs(model: PreTrainedModel) -> int | None:
+def count_head_outputs(model: Any) -> int | None:
     """Return how many logits the head computes for a token, or None if a wrapper hides it."""
     head = model.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):
@@ -254,7 +254,7 @@ def why_loss_not_fused(model: Any) -> str | None:
     return why_head_not_fused(model) or own
 
 
-def has_own_loss(model: PreTrainedModel) -> bool:
+def has_own_loss(model: nn.Module) -> bool:
     """Return whether a model computes another loss than transformers' causal language models."""
     return model.loss_function is not ForCausalLMLoss
 

@@ -33,7 +33,7 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
-from unsloth_pack.memory.spare import GiveBackSpareMemory
+from unsloth_pack.memory.checkpointing import GiveBackSpareMemory
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.labels import PaddedBatch, is_one_run_a_row, padding_has_labels

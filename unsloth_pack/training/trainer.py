@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
@@ -327,7 +328,7 @@ class RunTrainer(SFTTrainer):
 
 
 def make_trainer(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
     train_rows: Dataset | RowStream,
