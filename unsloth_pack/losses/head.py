@@ -30,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import ModelOutput, MoeCausalLMOutputWithPast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
