@@ -73,14 +73,10 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(train, tmp
 
 
 def test_a_prompt_longer_than_the_model(model, capsys):
-    assert main(["generate", "--model_name", model, "--prompt", "a" * 300]) == 2
-    assert "shorten it, or lower --max_new_tokens" in capsys.readouterr().err
-
-
-def test_more_new_tokens_than_positions(model, capsys):
-    command = ["generate", "--model_name", model, "--prompt", "a", "--max_new_tokens", "300"]
-    assert main(command) == 2
-    assert "--max_new_tokens is 300, but the model has 256 positions" in capsys.readouterr().err
+    for flags in (["--prompt", "a" * 300], ["--prompt", "a", "--max_new_tokens", "300"]):
+        assert main(["generate", "--model_name", model, *flags]) == 2
+        said = capsys.readouterr().err
+        assert "but the model has 256 positions; shorten it, or lower --max_new_tokens" in said
 
 
 def test_an_adapter_whose_base_is_not_there(finished, capsys):
@@ -167,6 +163,8 @@ def test_doctor_on_private_names(fine, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "value", "found", "remedy"),
     [
+        ("UNSLOTH_PACK_ATTN", "sdpa", "sdpa: overrides", ""),
+        ("UNSLOTH_PACK_ATTN", "", "overrides nothing", ""),
         ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
         ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, triton, flash, xformers, sdpa"),
         ("UNSLOTH_PACK_ATTN", "broken", "and cannot run here: not on this machine", "unset it"),
@@ -178,27 +176,9 @@ def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, caps
     if value == "broken":
         monkeypatch.setitem(BACKENDS, "broken", nowhere)
     code, lines = doctor(capsys)
-    assert code == 1
+    assert code == bool(remedy)
     assert found in lines[name][0]
     assert remedy in lines[name][1]
-
-
-@pytest.mark.parametrize(
-    ("value", "found"), [("sdpa", "sdpa: overrides"), ("auto", "auto: overrides"), ("", "overrides nothing")]
-)
-def test_doctor_on_a_variable_that_is_read(value, found, fine, monkeypatch, capsys):
-    monkeypatch.setenv("UNSLOTH_PACK_ATTN", value)
-    code, lines = doctor(capsys)
-    assert code == 0
-    assert found in lines["UNSLOTH_PACK_ATTN"][0]
-
-
-def test_doctor_shows_a_value_that_steers_the_terminal(fine, monkeypatch, capsys):
-    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "\x1b[31msdpa")
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "x1b[31msdpa" in shown
 
 
 def test_doctor_on_versions(fine, monkeypatch, capsys):
@@ -273,10 +253,7 @@ def test_help_lists_every_flag_and_loads_no_torch(capsys):
     assert out.splitlines()[-1] == "False"
 
 
-COMMANDS = pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
-
-
-@COMMANDS
+@pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
 def test_a_reader_that_has_gone_changes_nothing(command):
     """As after `| head`: the exit code stays, and no library or exit handler writes to stderr."""
     done = warm.call(without_a_reader, command)
@@ -290,15 +267,3 @@ def without_a_reader(command):
     os.close(write)
     warm.open_outputs()
     sys.exit(main(command))
-
-
-@pytest.mark.nightly
-@COMMANDS
-def test_a_reader_that_has_gone_changes_nothing_in_python(command):
-    program = "import sys; from unsloth_pack.cli import main; sys.exit(main())"
-    read, write = os.pipe()
-    os.close(read)
-    line = [sys.executable, "-c", program, *command]
-    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
