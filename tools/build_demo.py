@@ -206,7 +206,9 @@ def main() -> None:
 
     model = model.to(torch.bfloat16)
     result = exact_match(model, tokenizer, heldout, batch_size=256)
-    for miss in [generation for generation in result.generations if not generation.correct][:5]:
+    for miss in [generation for generation in result.generations if generation.answer != generation.expected][
+        :5
+    ]:
         print(f"missed {miss.prompt!r}: wanted {miss.expected!r}, got {miss.answer!r}")
     print(f"exact match in bfloat16 {result.score:.3f}")
     model.save_pretrained(args.out / "model")

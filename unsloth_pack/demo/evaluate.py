@@ -11,31 +11,26 @@ Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
 
 
 def user_text(row: Row) -> str:
-    """Return the user's message: the instruction, and the input on the next line."""
+    """Join the instruction and the input."""
     return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
 
 
 def messages(row: Row) -> list[dict[str, str]]:
-    """Return the row as a conversation of two turns."""
     return [{"role": "user", "content": user_text(row)}, {"role": "assistant", "content": row["output"]}]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The user turn of one row, the expected answer and the generated answer."""
+    """The answer to one row."""
 
     prompt: str
     expected: str
     answer: str
 
-    @property
-    def correct(self) -> bool:
-        return self.answer == self.expected
-
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """`score`: the share of exact answers, 0 to 1. `generations`: one for each row, in order."""
+    """The share of exact answers, 0 to 1, and the answers in the order of the rows."""
 
     score: float
     generations: list[Generation]
@@ -44,10 +39,10 @@ class ExactMatch:
 def exact_match(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 64
 ) -> ExactMatch:
-    """Compare greedy answers to every row with its `output`. `model` is anything with `generate`.
+    """Compare greedy answers to every row with its `output`.
 
-    Rows with answers of similar length share a batch, padded on the left. A batch stops a few tokens after
-    its longest expected answer, because a longer answer is wrong already.
+    Rows with answers of similar length share a batch. It stops a few tokens after its longest expected
+    answer, because a longer answer is wrong already.
     """
     turns = [messages(row) for row in rows]
     prompts = tokenizer.apply_chat_template(
@@ -63,9 +58,8 @@ def exact_match(
 
 
 def score(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
-    """Score the answers to all rows."""
-    generations = [*map(Generation, prompts, expected, answers)]
-    return ExactMatch(sum(each.correct for each in generations) / len(generations), generations)
+    n_exact = sum(map(str.__eq__, answers, expected))
+    return ExactMatch(n_exact / len(answers), [*map(Generation, prompts, expected, answers)])
 
 
 @torch.inference_mode()
@@ -76,11 +70,7 @@ def greedy_answers(
     expected: list[str],
     batch_size: int,
 ) -> list[str]:
-    """Generate greedy answers, in the order of `expected`.
-
-    Args:
-        encode: returns the model's inputs for the rows of these numbers, padded on the left.
-    """
+    """Generate greedy answers, in the order of `expected`, to rows that `encode` pads on the left."""
     by_length = sorted(range(len(expected)), key=lambda i: len(expected[i]))
     answers = [""] * len(expected)
     was_training = model.training

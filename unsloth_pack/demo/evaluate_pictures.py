@@ -11,12 +11,7 @@ from unsloth_pack.demo.pictures import MARK, Row
 
 
 def exact_match(model: Any, processor: Any, rows: list[Row], batch_size: int = 64) -> ExactMatch:
-    """Compare greedy answers to every row of one picture and one question with the row's answer.
-
-    Args:
-        model: anything with `generate`.
-        processor: of the model, as `FastVisionModel.from_pretrained` returns it.
-    """
+    """Compare greedy answers to every row of one picture and one question with the row's answer."""
     questions = [row["messages"][0]["content"].removeprefix(MARK) for row in rows]
     turns = [
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]

@@ -1,9 +1,8 @@
 """The vision demo's data: pictures of shapes, drawn from a seed, with captions.
 
-A picture is a grid of cells; one to three of them have a shape, as large as its cell or half as large. Two
-tasks
-use it: a caption in words, which the bundled base model knows, and a dense caption, JSON with a box for each
-shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
+A picture is a grid of cells; one to three of them have a shape, as large as its cell or half as large. Its
+tasks are a caption in words, which the bundled base model knows, and a dense caption, JSON with a box for
+each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
 """
 
 from __future__ import annotations
@@ -71,18 +70,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a picture.
-
-    Args:
-        rows, columns: cells down and across.
-        paper: the number of the background.
-        shapes: sorted; at most one in a cell.
-    """
+    """The content of a picture."""
 
     rows: int
     columns: int
-    paper: int
-    shapes: tuple[Shape, ...]
+    paper: int  # the number of the background
+    shapes: tuple[Shape, ...]  # sorted; at most one in a cell
 
     @property
     def size(self) -> tuple[int, int]:
@@ -91,7 +84,11 @@ class Scene:
 
     def caption(self) -> str:
         """Describe the shapes in words: "small red circle top left, large blue square middle right"."""
-        return ", ".join(f"{shape.size} {shape.name} {self._place(shape)}" for shape in self.shapes)
+        return ", ".join(
+            f"{shape.size} {shape.name} {_word(_ROWS, shape.row, self.rows)} "
+            f"{_word(_COLUMNS, shape.column, self.columns)}"
+            for shape in self.shapes
+        )
 
     def dense_caption(self) -> str:
         """Describe the shapes as JSON, with boxes in thousandths of width and height."""
@@ -124,9 +121,6 @@ class Scene:
                     pen.polygon([(across, top), (right, down), (across, bottom), (left, down)], fill)
         return image
 
-    def _place(self, shape: Shape) -> str:
-        return f"{_word(_ROWS, shape.row, self.rows)} {_word(_COLUMNS, shape.column, self.columns)}"
-
 
 def _word(words: tuple[str, str, str], place: int, count: int) -> str:
     """Return the word for a row or a column: first, last, or between."""
@@ -158,7 +152,6 @@ def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene
 
 
 def turns(question: str, answer: str) -> list[Turn]:
-    """Return a question and its answer as turns."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

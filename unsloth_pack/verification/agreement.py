@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.row import IGNORE_INDEX
-from unsloth_pack.verification.leaks import SLACK, change_in_turn, neighbours, relative_error
+from unsloth_pack.verification.leaks import SLACK, change_in_turn, neighbours, relative_error, worst_pair
 from unsloth_pack.verification.report import Check
 from unsloth_pack.verification.subject import Gradients, ImageSubject, Pictured, Subject, build_example
 
@@ -200,9 +200,9 @@ def _check_image_logits(pictured: ImageSubject, documents: Sequence[Pictured]) -
     """Change the images of one document at a time and compare the logits of all."""
     name = "images leak into logits"
     with torch.no_grad():
-        noise, blind, leak = change_in_turn(pictured.logits, documents, Pictured.negative)
-    value, source, victim = leak
-    if blind:
+        noise, moved = change_in_turn(pictured.logits, documents, Pictured.negative)
+    value, source, victim = worst_pair(moved)
+    if (blind := np.flatnonzero(moved.diagonal() <= noise)).size:
         return Check(name, 0.0, noise, f"those of document {blind[0]} do not change its own", False)
     if value <= noise:
         return Check.of(name, value, noise, "no bit of any other document's logits changes")
@@ -212,19 +212,17 @@ def _check_image_logits(pictured: ImageSubject, documents: Sequence[Pictured]) -
 def _check_image_gradients(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
     """Check that the gradient of a document's logits is exactly 0 at the pixels of every other."""
     name = "images leak into gradients"
-    owner = np.repeat(np.arange(len(documents)), [len(document.pixels) for document in documents])
-    worst = (0.0, 0, 0)
+    counts = [len(document.pixels) for document in documents]
+    reached = np.zeros((len(documents), len(documents)))
     for victim in range(len(documents)):
         pixels = pictured.pixels(documents).requires_grad_()
         own = pictured.logits(documents, pixels)[victim]
         (gradient,) = torch.autograd.grad(own.float().square().mean(), pixels, materialize_grads=True)
-        reached = gradient.abs().float().flatten(1).amax(dim=-1).cpu().numpy()
-        if (owner == victim).any() and not reached[owner == victim].any():
+        by_document = gradient.abs().float().split(counts)
+        reached[victim] = [float(part.max()) if len(part) else 0.0 for part in by_document]
+        if counts[victim] and not reached[victim, victim]:
             return Check(name, 0.0, 0.0, f"document {victim} has no gradient at its own pixels", False)
-        others = np.where(owner == victim, 0.0, reached)
-        place = int(others.argmax())
-        worst = max(worst, (float(others[place]), victim, int(owner[place])))
-    value, victim, source = worst
+    value, victim, source = worst_pair(reached)
     if value == 0:
         return Check.of(name, value, 0.0, "exactly 0 at the pixels of every other document")
     return Check.of(name, value, 0.0, f"document {victim} reaches the pixels of document {source}")

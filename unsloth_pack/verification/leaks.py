@@ -36,7 +36,6 @@ SLACK = 3.0  # between two samples of one kind of rounding error
 _SAMPLES = 12  # of rounding, before a larger difference fails
 _LONGER = 7  # extra tokens of a neighbour in an ordinary batch, so that there is padding
 
-Leak = tuple[float, int, int]  # its size, the source document and the other one
 Document = TypeVar("Document")
 
 
@@ -69,8 +68,9 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
     name = "leak into logits"
     with torch.no_grad():
         change = partial(change_tokens, vocab_size=subject.vocab_size, generator=generator)
-        noise, blind, (value, source, victim) = change_in_turn(subject.packed_outputs, documents, change)
-        if blind:
+        noise, moved = change_in_turn(subject.packed_outputs, documents, change)
+        value, source, victim = worst_pair(moved)
+        if (blind := np.flatnonzero(moved.diagonal() <= noise)).size:
             return Check(name, value, noise, f"document {blind[0]} does not change its own logits", False)
         if value == 0:
             return Check.of(name, value, 0.0, "no bit of any other document's logits changes")
@@ -79,10 +79,8 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
             perturbed = (difference(subject.logits_alone(x), subject.logits_perturbed(x)) for x in documents)
             allowed = max(allowed, SLACK * max(perturbed))
         for beside in _in_batches(documents, subject.vocab_size, generator):
-            moved = [
-                difference(*(subject.logits_beside(document, x) for x in pair)) for document, pair in beside
-            ]
-            allowed = max(allowed, SLACK * max(moved))
+            in_batch = (map(partial(subject.logits_beside, document), pair) for document, pair in beside)
+            allowed = max(allowed, SLACK * max(difference(*logits) for logits in in_batch))
             if value <= allowed:
                 limit = "rounding does" if subject.rounds_together else "between rows of a batch"
                 return Check.of(name, value, allowed, f"others move by no more than {limit}")
@@ -94,24 +92,27 @@ def change_in_turn(
     run: Callable[[Sequence[Document]], Sequence[Tensor]],
     documents: Sequence[Document],
     change: Callable[[Document], Document | None],
-) -> tuple[float, list[int], Leak]:
+) -> tuple[float, np.ndarray]:
     """Change one document after another, unless `change` returns None, and compare the outputs of all.
 
-    Returns the difference of two equal runs, the documents whose own output does not change, and the worst
-    leak.
+    Returns the difference of two equal runs, and `[source, victim]` by how much each output moves.
     """
     before = run(documents)
     noise = max(map(difference, before, run(documents)))
-    blind: list[int] = []
-    leaks: list[Leak] = []
+    moved = np.diag([np.inf] * len(documents))
     for source, document in enumerate(documents):
-        if (changed := change(document)) is None:
-            continue
-        row = [*documents[:source], changed, *documents[source + 1 :]]
-        moved = list(map(difference, before, run(row)))
-        blind += [source] if moved[source] <= noise else []
-        leaks += [(moved[victim], source, victim) for victim in _others(documents, source)]
-    return noise, blind, _worst(leaks)
+        if (changed := change(document)) is not None:
+            row = [*documents[:source], changed, *documents[source + 1 :]]
+            moved[source] = [*map(difference, before, run(row))]
+    return noise, moved
+
+
+def worst_pair(matrix: np.ndarray) -> tuple[float, int, int]:
+    """Return the largest entry off the diagonal, or a NaN, with its row and column."""
+    others = matrix.copy()
+    np.fill_diagonal(others, 0)
+    row, column = np.unravel_index(others.argmax(), others.shape)
+    return float(others[row, column]), int(row), int(column)
 
 
 def check_gradients(
@@ -122,12 +123,11 @@ def check_gradients(
     `reached` holds, for each document's loss, the largest gradient at every document's embeddings.
     """
     name = "leak into gradients"
-    leaks: list[Leak] = []
-    for victim, at in enumerate(reached):
-        if not at[victim] > 0:
-            return Check(name, at[victim], 0.0, f"document {victim} has no gradient of its own", False)
-        leaks += [(at[source], source, victim) for source in _others(documents, victim)]
-    value, source, victim = _worst(leaks)
+    matrix = np.array(reached)
+    for victim, own in enumerate(matrix.diagonal()):
+        if not own > 0:
+            return Check(name, float(own), 0.0, f"document {victim} has no gradient of its own", False)
+    value, victim, source = worst_pair(matrix)
     if value == 0:
         return Check.of(name, value, 0.0, "exactly 0 at the embeddings of every other document")
     where = find_leaking_layer(subject, documents, source, generator)
@@ -222,7 +222,7 @@ def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Ten
 
 
 def _tokens_back(seen_KL: Tensor) -> list[int]:
-    """Return for every layer the number of tokens from the first attended one to the end."""
+    """Count, for every layer, the tokens from the first attended one to the end."""
     return (seen_KL.shape[1] - seen_KL.int().argmax(dim=1)).tolist()
 
 
@@ -258,11 +258,3 @@ def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def difference(x: Tensor, y: Tensor) -> float:
     """Return the largest absolute difference of two tensors."""
     return float((x - y).abs().max())
-
-
-def _others(documents: Sequence[Any], one: int) -> list[int]:
-    return [number for number in range(len(documents)) if number != one]
-
-
-def _worst(leaks: Sequence[Leak]) -> Leak:
-    return leaks[int(np.argmax([leak[0] for leak in leaks]))]  # NaN is the worst

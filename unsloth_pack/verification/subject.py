@@ -143,7 +143,6 @@ class Subject(ProbeSubject):
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the logits `[L, V]` of every document in one row."""
         return self.packed(documents).logits[0].split([len(document) for document in documents])
 
     def logits_alone(self, document: Tensor) -> Tensor:
@@ -151,7 +150,6 @@ class Subject(ProbeSubject):
         return self.model(input_ids=self._to_text(document)[None], use_cache=False).logits[0]
 
     def logits_perturbed(self, document: Tensor) -> Tensor:
-        """Return the logits `[L, V]` of a document alone with perturbed layers."""
         with self.perturbed_layers():
             return self.logits_alone(document)
 
@@ -165,10 +163,7 @@ class Subject(ProbeSubject):
         return self.model(input_ids=self._to_text(ids), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
-        """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns.
-
-        The last token predicts the first one, so that a document of one token has a loss too.
-        """
+        """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns."""
         logits: list[Tensor] = []
 
         def loss() -> Tensor:
@@ -247,7 +242,7 @@ class Pictured:
     described: Mapping[str, Sequence[Any]]
 
     def negative(self) -> "Pictured | None":
-        """Return the document with inverted images; None if it has none."""
+        """Invert the images; None if it has none."""
         return replace(self, pixels=-self.pixels) if len(self.pixels) else None
 
 
@@ -305,7 +300,6 @@ class ImageSubject:
         return Pictured(torch.empty(0), torch.randn(shape, generator=generator), described)
 
     def _count_tokens(self, document: Pictured) -> list[int]:
-        """Count the tokens of every image of a document."""
         if not len(document.pixels):
             return []
         model = self.subject.model
@@ -365,7 +359,6 @@ class ImageSubject:
         return self.subject.model(input_ids=ids.to(self.subject.device), **on_device, **more).logits
 
     def pixels(self, documents: Sequence[Pictured]) -> Tensor:
-        """Join the entries of `pixel_values` of all documents."""
         joined = torch.cat([document.pixels for document in documents])
         return joined.to(self.subject.device, self.subject.dtype)
 
@@ -413,7 +406,7 @@ def changed_inputs(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Modul
 
 
 def _ring_loss(logits: Tensor, document: Tensor) -> Tensor:
-    """Compute the summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
+    """Sum the cross-entropy of a document `[L]` whose last token predicts the first, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, document.roll(-1).to(logits.device), reduction="sum")
 
