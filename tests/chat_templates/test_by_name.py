@@ -178,12 +178,9 @@ def test_a_template_of_ones_own():
     ("given", "says"),
     [
         ({"chat_template": "lama-3"}, "'lama-3'; choose one of alpaca, chatml"),
-        ({"chat_template": 5}, "chat_template is 5; give a name"),
         ({"chat_template": "chatml", "mapping": {"rol": "from"}}, "mapping holds 'rol'"),
-        ({"chat_template": "chatml", "mapping": {"role": 5}}, "mapping holds 'role': 5"),
         ({"chat_template": "{{ x }}", "mapping": {"role": "from"}}, "need the name of a template"),
         ({"chat_template": ("{{ x }}", "<stop>")}, "'<stop>', which is no token"),
-        ({"tokenizer": "demo"}, "tokenizer is a str"),
     ],
 )
 def test_refusals(given, says):

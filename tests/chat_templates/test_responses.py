@@ -119,7 +119,7 @@ def test_markers_that_are_joined_with_their_surroundings(joining_tokenizer, cont
     """Every marker is found, and nothing else: as many as there are in the text."""
     text = "".join(f"{content}\n\n### A:\n" for content in contents) + "end"
     ids = np.asarray(joining_tokenizer(text)["input_ids"], np.int64)
-    spans = TokenTexts(joining_tokenizer)(ids).spans("### A:\n")
+    spans = TokenTexts(joining_tokenizer).find(ids, "### A:\n")[0]
     assert len(spans) == text.count("### A:\n")
     behind = [joining_tokenizer.decode(ids[end:]) for _, end in spans]
     at = [place + len("### A:\n") for place in range(len(text)) if text.startswith("### A:\n", place)]

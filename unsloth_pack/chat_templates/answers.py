@@ -8,11 +8,12 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.chat_templates.templates import get_parts
 from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
@@ -20,41 +21,21 @@ from unsloth_pack.errors import InputError, printable
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of byte fallback
 _PREFIX = "a"  # some decoders strip a leading space
-COUNTS = "counts of answers"  # a column of `AnswerCounts`, until they are summed
+# A column of four counts: documents, those without a question or without an answer, and tokens in the loss
+COUNTS = "counts of answers"
 _FIRST_ROWS = 1000  # of a stream, which must contain an answer
 _EXCERPT = 160  # characters of a document in an error
 _ROW_COLUMNS = ("input_ids", "labels", "seq_lengths")
+Batch = Mapping[str, Sequence[object]]
+Span = tuple[int, int]
 
 logger = logging.getLogger("unsloth_pack")
-
-
-@dataclass(frozen=True, eq=False)
-class DocumentText:
-    """The text of one document, and the ends of its tokens.
-
-    Args:
-        text: in UTF-8, because a letter may span several tokens.
-        ends: `[tokens]` int64, in bytes of `text`.
-    """
-
-    text: bytes
-    ends: np.ndarray
-
-    def spans(self, marker: str) -> list[tuple[int, int]]:
-        """List the first token of every occurrence of a marker, and the first token after it.
-
-        A token with the end of the marker and further text belongs to that text. A token with its beginning
-        belongs to the marker.
-        """
-        places = [match.span() for match in re.finditer(re.escape(marker.encode()), self.text)]
-        firsts, lasts = np.searchsorted(self.ends, np.asarray(places, np.int64).reshape(-1, 2).T, "right")
-        return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
 class TokenTexts:
     """Decode token ids one by one, so that a place in the text tells the token."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self._tokenizer = tokenizer
@@ -63,10 +44,20 @@ class TokenTexts:
         self._n_prefix = len(self._decode([self._prefix]))
         self._texts: dict[int, bytes] = {}
 
-    def __call__(self, ids: np.ndarray) -> DocumentText:
-        """Decode a document of `[tokens]` ids."""
-        parts = [self._decode_token(token) for token in ids.tolist()]
-        return DocumentText(b"".join(parts), np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts))))
+    def find(self, ids: np.ndarray, *markers: str) -> list[list[Span]]:
+        """List of every marker its occurrences: their first tokens, and the first tokens after them.
+
+        A token with the end of the marker and further text belongs to that text. A token with its beginning
+        belongs to the marker.
+        """
+        parts = [self._decode_token(token) for token in ids.tolist()]  # bytes: a letter may span tokens
+        text, ends = b"".join(parts), np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+        spans = []
+        for marker in markers:
+            places = [match.span() for match in re.finditer(re.escape(marker.encode()), text)]
+            firsts, lasts = np.searchsorted(ends, np.asarray(places, np.int64).reshape(-1, 2).T, "right")
+            spans.append(list(zip(firsts.tolist(), lasts.tolist(), strict=True)))
+        return spans
 
     def _decode_token(self, token: int) -> bytes:
         if token not in self._texts:
@@ -76,26 +67,13 @@ class TokenTexts:
 
     def _decode_bytes(self, token: int) -> bytes:
         """Return the bytes of a part of a letter, in a vocabulary of bytes or with byte fallback."""
-        piece = self._tokenizer.convert_ids_to_tokens(token)
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
         if byte := _BYTE.fullmatch(piece):
             return bytes.fromhex(byte[1])
         return bytes(self._byte_of_letter[letter] for letter in piece if letter in self._byte_of_letter)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-@dataclass(frozen=True)
-class AnswerCounts:
-    """Counts of documents, of those without a marker, and of tokens in the loss."""
-
-    documents: int = 0
-    without_question: int = 0
-    without_answer: int = 0
-    labels: int = 0
-
-    def __add__(self, other: "AnswerCounts") -> "AnswerCounts":
-        return AnswerCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class AnswerLabels:
@@ -105,46 +83,38 @@ class AnswerLabels:
         question, answer: the markers, without loss themselves.
     """
 
-    def __init__(self, question: str, answer: str, tokenizer: Any):
-        self._question, self._answer = question, answer
+    def __init__(self, question: str, answer: str, tokenizer: PreTrainedTokenizerBase):
+        self.question, self.answer = question, answer
         self._texts = TokenTexts(tokenizer)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Return the columns `labels` and `COUNTS` of a batch. Its labels of -100 stay -100.
-
-        Args:
-            batch: `input_ids`, and perhaps `labels` and the `seq_lengths` of packed rows.
-        """
+    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
+        """Return the columns `labels` and `COUNTS` of a batch. Its labels of -100 stay -100."""
         nones = [None] * len(batch["input_ids"])
-        columns = (batch["input_ids"], batch.get("labels") or nones, batch.get("seq_lengths") or nones)
-        results = [self.label_row(*row) for row in zip(*columns, strict=True)]
-        counts = [list(astuple(counts)) for _, counts in results]
-        return {"labels": [labels for labels, _ in results], COUNTS: counts}
+        columns: list[Any] = [batch.get(name) or nones for name in _ROW_COLUMNS]
+        rows = [self.label_row(*row) for row in zip(*columns, strict=True)]
+        return {"labels": [labels for labels, _ in rows], COUNTS: [counts.tolist() for _, counts in rows]}
 
     def label_row(
         self, input_ids: Sequence[int], old_labels: Sequence[int] | None, seq_lengths: Any
-    ) -> tuple[np.ndarray, AnswerCounts]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the labels `[tokens]` of one row, and its counts."""
         ids = np.asarray(input_ids, np.int64)
         is_packed = np.ndim(seq_lengths) == 1  # a column of plain numbers is not from packing
         ends = np.cumsum(seq_lengths if is_packed else [len(ids)])
-        labels, counts = np.full(len(ids), IGNORE_INDEX), AnswerCounts()
+        labels, counts = np.full(len(ids), IGNORE_INDEX), np.zeros(4, np.int64)
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             document = ids[begin:end]
-            text = self._texts(document)
-            questions, answers = text.spans(self._question), text.spans(self._answer)
+            questions, answers = self._texts.find(document, self.question, self.answer)
             for first, last in _find_answers(questions, answers, len(document)):
                 labels[begin + first : begin + last] = document[first:last]
             if old_labels is not None:
                 labels[begin:end][np.asarray(old_labels[begin:end]) == IGNORE_INDEX] = IGNORE_INDEX
             learned = int((labels[begin + 1 : end] != IGNORE_INDEX).sum())
-            counts += AnswerCounts(1, not questions, not answers, learned)
+            counts += [1, not questions, not answers, learned]
         return labels, counts
 
 
-def _find_answers(
-    questions: list[tuple[int, int]], answers: list[tuple[int, int]], n_tokens: int
-) -> list[tuple[int, int]]:
+def _find_answers(questions: list[Span], answers: list[Span], n_tokens: int) -> list[Span]:
     """Return begin and end of each answer: it ends at the next marker, or with the document."""
     marks = sorted([*(begin for begin, _ in questions), *(begin for begin, _ in answers), n_tokens])
     return [(end, next(mark for mark in marks if mark >= end)) for _, end in answers]
@@ -187,23 +157,25 @@ def train_on_responses_only(
     if tokenizer is None or getattr(trainer, "train_dataset", None) is None:
         raise InputError("trainer has no tokenizer or no train_dataset; make it with both before this call")
     question, answer = _markers(instruction_part, response_part, tokenizer)
-    first = getattr(getattr(trainer, "args", None), "main_process_first", nullcontext)
-    with first():
-        labelled = {
-            (name, key): _Labeller(f"{name} {key}".strip(), question, answer, tokenizer)(dataset, num_proc)
-            for name in ("train_dataset", "eval_dataset")
-            for key, dataset in _name_datasets(getattr(trainer, name, None))
-        }
-    _check_collator(trainer, labelled["train_dataset", ""])
-    for (name, key), dataset in labelled.items():
-        if key:
-            setattr(trainer, name, {**getattr(trainer, name), key: dataset})
-        else:
-            setattr(trainer, name, dataset)
+    main_process_first = getattr(getattr(trainer, "args", None), "main_process_first", nullcontext)
+    labelled: dict[str, Any] = {}
+    with main_process_first():
+        for name in ("train_dataset", "eval_dataset"):
+            data = getattr(trainer, name, None)
+            parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
+            new = {
+                key: _Labeller(f"{name} {key}".strip(), question, answer, tokenizer)(part, num_proc)
+                for key, part in parts.items()
+            }
+            labelled[name] = new if isinstance(data, Mapping) else new.get("")
+    _check_collator(trainer, labelled["train_dataset"])
+    for name, data in labelled.items():
+        if data is not None:
+            setattr(trainer, name, data)
     return trainer
 
 
-def _markers(question: Any, answer: Any, tokenizer: Any) -> tuple[str, str]:
+def _markers(question: Any, answer: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     known = get_parts(tokenizer)
     if (question is None or answer is None) and known is None:
         raise InputError(
@@ -220,19 +192,11 @@ def _markers(question: Any, answer: Any, tokenizer: Any) -> tuple[str, str]:
     return question, answer
 
 
-def _name_datasets(datasets: Any) -> list[tuple[str, Any]]:
-    """List data sets with the keys of their dict, "" for a single one."""
-    if datasets is None:
-        return []
-    return list(datasets.items()) if isinstance(datasets, Mapping) else [("", datasets)]
-
-
 class _Labeller:
     """Label one data set; `name` is for errors."""
 
-    def __init__(self, name: str, question: str, answer: str, tokenizer: Any):
+    def __init__(self, name: str, question: str, answer: str, tokenizer: PreTrainedTokenizerBase):
         self._name, self._tokenizer = name, tokenizer
-        self._question, self._answer = question, answer
         self._labels = AnswerLabels(question, answer, tokenizer)
 
     def __call__(self, dataset: Any, num_proc: int | None) -> Any:
@@ -246,58 +210,59 @@ class _Labeller:
 
     def _label_rows(self, dataset: Any, num_proc: int | None) -> Any:
         labelled = dataset.map(self._labels, batched=True, num_proc=num_proc, desc="Finding answers")
-        counts = [
-            AnswerCounts(*row)
-            for batch in labelled.select_columns([COUNTS]).with_format(None).iter(batch_size=1000)
-            for row in batch[COUNTS]
-        ]
-        total = sum(counts, AnswerCounts())
+        batches = labelled.select_columns([COUNTS]).with_format("numpy").iter(batch_size=1000)
+        counts = np.concatenate([np.asarray(batch[COUNTS]) for batch in batches])
+        total = counts.sum(0)
         self._check(total, dataset[0], "")
-        learned = [place for place, row in enumerate(counts) if row.labels]
+        learned = np.flatnonzero(counts[:, 3])
         dropped = len(counts) - len(learned)
-        if dropped or total.without_question or total.without_answer:
-            logger.warning("%s: %s; %d rows without a label are dropped", *self._describe(total), dropped)
+        if dropped or total[1:3].any():
+            text = _describe_missing(total)
+            logger.warning("%s: %s; %d rows without a label are dropped", self._name, text, dropped)
         labelled = labelled.remove_columns([COUNTS])
         return labelled.select(learned) if dropped else labelled
 
     def _label_stream(self, dataset: Any) -> Any:
-        total, first = AnswerCounts(), next(iter(dataset))
+        total, first = np.zeros(4, np.int64), next(iter(dataset))
         for row in islice(iter(dataset), _FIRST_ROWS):
             total += self._labels.label_row(*(row.get(name) for name in _ROW_COLUMNS))[1]
-            if total.labels and total.without_question < total.documents:
+            if total[3] and total[1] < total[0]:
                 break
         self._check(total, first, "first ")
-        labelled = dataset.map(_StreamLabels(self._labels, self._describe), batched=True)
+        labelled = dataset.map(_StreamLabels(self._labels, self._name), batched=True)
         return labelled.filter(_has_label).remove_columns([COUNTS])
 
-    def _check(self, total: AnswerCounts, first: Mapping[str, Any], which: str) -> None:
+    def _check(self, total: np.ndarray, first: Mapping[str, Any], which: str) -> None:
         """Refuse to train on nothing."""
+        documents, no_question, no_answer, n_labels = total.tolist()
         for part, marker, missing in (
-            ("response_part", self._answer, total.without_answer),
-            ("instruction_part", self._question, total.without_question),
+            ("response_part", self._labels.answer, no_answer),
+            ("instruction_part", self._labels.question, no_question),
         ):
-            if missing == total.documents:
-                excerpt = printable(self._tokenizer.decode(first["input_ids"][:_EXCERPT])[:_EXCERPT])
+            if missing == documents:
+                excerpt = printable(str(self._tokenizer.decode(first["input_ids"][:_EXCERPT]))[:_EXCERPT])
                 raise InputError(
-                    f"{part} {marker!r} is in none of the {which}{total.documents:,} documents of "
+                    f"{part} {marker!r} is in none of the {which}{documents:,} documents of "
                     f"{self._name}; give what stands before a turn in them, the first begins {excerpt!r}"
                 )
-        if not total.labels:
+        if not n_labels:
             raise InputError(
-                f"{self._name} has no label left in the {which}{total.documents:,} documents: nothing stands "
-                f"behind response_part {self._answer!r}, or it was cut off or masked before; raise "
+                f"{self._name} has no label left in the {which}{documents:,} documents: nothing stands "
+                f"behind response_part {self._labels.answer!r}, or it was cut off or masked before; raise "
                 "max_length, or correct the parts"
             )
 
-    def _describe(self, total: AnswerCounts) -> tuple[str, str]:
-        return self._name, (
-            f"of {total.documents:,} documents {total.without_answer:,} lack response_part and "
-            f"{total.without_question:,} lack instruction_part"
-        )
+
+def _describe_missing(total: np.ndarray) -> str:
+    documents, no_question, no_answer, _ = total.tolist()
+    return (
+        f"of {documents:,} documents {no_answer:,} lack response_part and {no_question:,} lack "
+        "instruction_part"
+    )
 
 
 def _has_label(row: Mapping[str, Any]) -> bool:
-    return AnswerCounts(*row[COUNTS]).labels > 0
+    return bool(row[COUNTS][3])
 
 
 class _StreamLabels:
@@ -307,22 +272,21 @@ class _StreamLabels:
         InputError: `_FIRST_ROWS` documents in a row have no label.
     """
 
-    def __init__(self, labels: AnswerLabels, describe: Callable[[AnswerCounts], tuple[str, str]]):
-        self._labels, self._describe = labels, describe
-        self._total, self._warned, self._n_unlabelled = AnswerCounts(), 0, 0
+    def __init__(self, labels: AnswerLabels, name: str):
+        self._labels, self._name = labels, name
+        self._total, self._warned, self._n_unlabelled = np.zeros(4, np.int64), 0, 0
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
         columns = self._labels(batch)
-        for counts in (AnswerCounts(*row) for row in columns[COUNTS]):
+        for counts in columns[COUNTS]:
             self._total += counts
-            self._n_unlabelled = 0 if counts.labels else self._n_unlabelled + counts.documents
-        missing = max(self._total.without_answer, self._total.without_question)
-        name, text = self._describe(self._total)
+            self._n_unlabelled = 0 if counts[3] else self._n_unlabelled + counts[0]
+        missing = int(self._total[1:3].max())
         if missing >= 10 * self._warned and missing:
             self._warned = missing
-            logger.warning("%s: so far, %s", name, text)
+            logger.warning("%s: so far, %s", self._name, _describe_missing(self._total))
         if self._n_unlabelled >= _FIRST_ROWS:
-            problem = f"{name} has {self._n_unlabelled:,} documents in a row without an answer"
+            problem = f"{self._name} has {self._n_unlabelled:,} documents in a row without an answer"
             raise InputError(f"{problem}; correct the data")
         return columns
 
@@ -330,7 +294,7 @@ class _StreamLabels:
 def _check_collator(trainer: Any, dataset: Any) -> None:
     """Refuse a collator that replaces the labels of the rows."""
     collate = getattr(trainer, "data_collator", None)
-    if collate is None:
+    if collate is None or isinstance(dataset, Mapping):
         return
     row = next(iter(dataset))
     row = {name: row[name] for name in (*_ROW_COLUMNS, "attention_mask") if name in row}
@@ -350,15 +314,8 @@ def find_relabel(
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
     """Return a function from ids and labels `[n]` to labels `[n]` on answers only, for single rows.
 
-    Args:
-        question, answer: the chat template's text before each. None if the template marks answers itself, or
-            is known by name.
-
-    Returns:
-        None if the chat template marks answers itself.
-
-    Raises:
-        InputError: the markers are not known.
+    None if the chat template marks answers itself. `question` and `answer` are the template's text before
+    each; None if the template marks answers itself, or is known by name.
     """
     if question is None and answer is None:
         if marks_answers(tokenizer.get_chat_template()):
@@ -369,5 +326,8 @@ def find_relabel(
             f"train_on_responses_only is set, instruction_part is {question!r} and response_part {answer!r}; "
             "give what the chat template puts before a question and before an answer"
         )
-    labels = AnswerLabels(question, answer, tokenizer)
-    return lambda ids, old: labels.label_row(ids.tolist(), old.tolist(), None)[0].astype(np.int32)
+    return partial(_relabel, AnswerLabels(question, answer, tokenizer))
+
+
+def _relabel(labels: AnswerLabels, ids: np.ndarray, old: np.ndarray) -> np.ndarray:
+    return labels.label_row(ids.tolist(), old.tolist(), None)[0].astype(np.int32)

@@ -7,17 +7,130 @@ line's `--train_on_responses_only`. They refuse tools, since dropping them would
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unsloth_pack.chat_templates.formats import CHAT_FORMATS, ChatFormat
 from unsloth_pack.errors import InputError
 
-PLAIN = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
+Around = tuple[str, str]  # the text before and after a turn
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A format of conversations as text, as its maker documents it. `{bos}` and `{end}` stand for tokens.
+
+    Args:
+        user: around the text of a question.
+        answer: before an answer. Its last space belongs to the answer.
+        instruction_part, response_part: the markers of questions and answers for `train_on_responses_only`.
+        system: around the system's text.
+        is_within_user: True if the system's text is inside the first question.
+        end: the token at the end of an answer; None for the tokenizer's end-of-sequence token.
+        before_end: between an answer and `end`.
+        after_answer: after `end`, without loss.
+        default_system: the default system text; None for no system turn.
+        begin: before everything.
+        trims: True to strip white space around the text of a turn.
+        thinking: "hybrid" for a model that may think aloud, whose earlier answers lose their thoughts;
+            "always" if every answer begins with "<think>".
+    """
+
+    user: Around
+    answer: str
+    instruction_part: str
+    response_part: str
+    system: Around
+    is_within_user: bool = False
+    end: str | None = None
+    before_end: str = ""
+    after_answer: str = ""
+    default_system: str | None = None
+    begin: str = "{bos}"
+    trims: bool = False
+    thinking: str | None = None
+
+
+def _turns(before: str, behind: str, answer_of: str = "assistant") -> ChatFormat:
+    """Build a format with the same text for all roles: `before`, where `*` is the role, and `behind`."""
+    user, answer = before.replace("*", "user"), before.replace("*", answer_of)
+    system, after = before.replace("*", "system"), behind.removeprefix("{end}")
+    return ChatFormat((user, behind), answer, user, answer, (system, behind), after_answer=after)
+
+
+_CHATML = replace(_turns("<|im_start|>*\n", "{end}\n"), end="<|im_end|>", begin="")
+_QWEN_2_5 = replace(
+    _CHATML, default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+)
+_PHI_3 = replace(_turns("<|*|>\n", "{end}\n"), end="<|end|>", begin="")
+_PHI_4 = replace(_turns("<|im_start|>*<|im_sep|>", "{end}"), end="<|im_end|>", begin="")
+_LLAMA_3 = replace(_turns("<|start_header_id|>*<|end_header_id|>\n\n", "{end}"), end="<|eot_id|>", trims=True)
+# The dates are those of Llama 3.1's own template
+_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+_LLAMA_3_1 = replace(_LLAMA_3, system=(_LLAMA_3.system[0] + _DATES, "{end}"), default_system="")
+_GEMMA = replace(
+    _turns("<start_of_turn>*\n", "{end}\n", answer_of="model"),
+    end="<end_of_turn>",
+    system=("", "\n\n"),
+    is_within_user=True,
+    trims=True,
+)
+_ZEPHYR = replace(_turns("<|*|>\n", "{end}\n"), begin="")
+_MISTRAL = ChatFormat(
+    ("[INST] ", " [/INST]"), " ", "[INST]", "[/INST]", ("", "\n\n"), is_within_user=True, trims=True
+)
+_LLAMA_2 = replace(
+    _MISTRAL,
+    user=("{bos}[INST] ", " [/INST]"),
+    system=("<<SYS>>\n", "\n<</SYS>>\n\n"),
+    before_end=" ",
+    begin="",
+)
+_VICUNA = ChatFormat(
+    ("USER: ", " "),
+    "ASSISTANT: ",
+    "USER:",
+    "ASSISTANT:",
+    ("", " "),
+    default_system="A chat between a curious user and an artificial intelligence assistant. The assistant "
+    "gives helpful, detailed, and polite answers to the user's questions.",
+)
+_ALPACA = ChatFormat(
+    ("### Instruction:\n", "\n\n"),
+    "### Response:\n",
+    "### Instruction:\n",
+    "### Response:\n",
+    ("", "\n\n"),
+    after_answer="\n\n",
+    default_system="Below is an instruction that describes a task. Write a response that appropriately "
+    "completes the request.",
+)
+CHAT_FORMATS = {
+    "alpaca": _ALPACA,
+    "chatml": _CHATML,
+    **dict.fromkeys(("gemma", "gemma-2", "gemma-3", "gemma-3n"), _GEMMA),
+    "llama": _LLAMA_2,
+    "llama-3": _LLAMA_3,
+    **dict.fromkeys(("llama-3.1", "llama-3.2", "llama-3.3"), _LLAMA_3_1),
+    "mistral": _MISTRAL,
+    **dict.fromkeys(("phi-3", "phi-3.5"), _PHI_3),
+    "phi-4": _PHI_4,
+    "qwen-2.5": _QWEN_2_5,
+    "qwen-3": replace(_CHATML, thinking="hybrid"),
+    "qwen-3-instruct": _CHATML,
+    "qwen-3-thinking": replace(_CHATML, thinking="always"),
+    "vicuna": _VICUNA,
+    "zephyr": _ZEPHYR,
+}
+"""The formats by name. `get_chat_template` ignores case, hyphens and dots in names."""
+
+
+# The Jinja template of a format.
+
+_PLAIN = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
 
 _TEMPLATE = """\
 {%- if tools -%}
@@ -89,14 +202,9 @@ _NO_THOUGHTS = """ + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is false 
 _BEGIN_THINKING = """ + '<think>\\n'"""
 
 
-def build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -> str:
-    """Build the Jinja template of a chat format.
-
-    Args:
-        mapping: the conversations' names for the keys and roles of `PLAIN`.
-        end: the token at the end of an answer; None for the tokenizer's end-of-sequence token.
-    """
-    names = {**PLAIN, **mapping}
+def _build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -> str:
+    """Build the Jinja template of a chat format; `end` is None for the tokenizer's end-of-sequence token."""
+    names = {**_PLAIN, **mapping}
     ends = _literal(end) if end is not None else "eos_token"
 
     def written(text: str) -> str:
@@ -105,24 +213,20 @@ def build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | None
         parts = filter(None, re.split(r"(\{bos\}|\{end\})", text))
         return " + ".join(tokens.get(part) or _literal(part) for part in parts) or "''"
 
-    thinks = chat.thinking is not None
-    asks = {"hybrid": _NO_THOUGHTS, "always": _BEGIN_THINKING}.get(chat.thinking or "", "")
-    prompt = chat.answer.rstrip(" ")
+    prompt, around = chat.answer.rstrip(" "), map(written, (*chat.system, *chat.user))
     values = {
         "SYSTEM_APART": _QUESTION_FIRST if chat.is_within_user else _SYSTEM_APART,
         "SYSTEM_WITHIN": _SYSTEM_WITHIN if chat.is_within_user else "",
-        "THOUGHTS": _HYBRID if thinks else "",
-        "PROMPT_OF_THOUGHTS": asks,
+        "THOUGHTS": _HYBRID if chat.thinking else "",
+        "PROMPT_OF_THOUGHTS": {"hybrid": _NO_THOUGHTS, "always": _BEGIN_THINKING}.get(
+            chat.thinking or "", ""
+        ),
         "TRIM": " | trim" if chat.trims else "",
         "DEFAULT_SYSTEM": "none" if chat.default_system is None else _literal(chat.default_system),
         **{f"{key.upper()}_ROLE": _literal(names[key]) for key in ("user", "assistant", "system")},
-        "ROLE": _literal(names["role"]),
-        "CONTENT": _literal(names["content"]),
+        **{key.upper(): _literal(names[key]) for key in ("role", "content")},
+        **dict(zip(("SYSTEM", "BEHIND_SYSTEM", "USER", "BEHIND_USER"), around, strict=True)),
         "BEGIN": written(chat.begin),
-        "SYSTEM": written(chat.system[0]),
-        "BEHIND_SYSTEM": written(chat.system[1]),
-        "USER": written(chat.user[0]),
-        "BEHIND_USER": written(chat.user[1]),
         "ANSWER": written(prompt),
         "LEAD": _literal(chat.answer[len(prompt) :]),
         "BEFORE_END": _literal(chat.before_end),
@@ -162,24 +266,27 @@ def get_chat_template(
     Raises:
         InputError: an unknown name or mapping, or a tokenizer that cannot end an answer.
     """
-    if not hasattr(tokenizer, "apply_chat_template"):
-        kind = type(tokenizer).__name__
-        raise InputError(f"tokenizer is a {kind}; give what from_pretrained returned second")
     template, end = chat_template if isinstance(chat_template, tuple | list) else (chat_template, None)
-    if not isinstance(template, str) or not isinstance(end, str | None):
-        raise InputError(f"chat_template is {chat_template!r}; give a name, a template, or it with a token")
     if "{%" in template or "{{" in template:
         if mapping or system_message:
             raise InputError("mapping and system_message need the name of a template; write them into yours")
     else:
-        name = _find_name(template)
+        names = {_normalise(name): name for name in CHAT_FORMATS}
+        name = names.get(_normalise(template), "")
+        if not name:
+            raise InputError(
+                f"chat_template is {template!r}; choose one of {', '.join(CHAT_FORMATS)}, give a Jinja "
+                "template, or leave the call out to keep the tokenizer's own"
+            )
+        if unknown := [key for key in mapping or {} if key not in _PLAIN]:
+            raise InputError(f"mapping holds {unknown[0]!r}; its keys are {', '.join(_PLAIN)}")
         chat = CHAT_FORMATS[name]
         end = chat.end if end is None else end
         if map_eos_token and end is not None and end not in tokenizer.get_vocab():
             end = None
         if system_message is not None:
             chat = replace(chat, default_system=system_message)
-        template = f"{{#- unsloth_pack: {name} -#}}\n" + build_template(chat, _check_mapping(mapping), end)
+        template = f"{{#- unsloth_pack: {name} -#}}\n" + _build_template(chat, mapping or {}, end)
     if end is not None and end not in tokenizer.get_vocab() and map_eos_token:
         problem = f"chat_template ends answers with {end!r}, which is no token"
         raise InputError(f"{problem}; give one of the vocabulary")
@@ -193,35 +300,17 @@ def get_chat_template(
     return tokenizer
 
 
-def get_parts(tokenizer: Any) -> tuple[str, str] | None:
+def get_parts(tokenizer: object) -> tuple[str, str] | None:
     """Return the markers of questions and answers, if the tokenizer's template was set by name."""
     match = _MARK.match(getattr(tokenizer, "chat_template", None) or "")
     chat = CHAT_FORMATS.get(match[1]) if match else None
     return (chat.instruction_part, chat.response_part) if chat else None
 
 
-def _find_name(name: str) -> str:
-    def normalise(spelling: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", spelling.lower())
-
-    known = {normalise(known): known for known in CHAT_FORMATS}.get(normalise(name))
-    if known is None:
-        raise InputError(
-            f"chat_template is {name!r}; choose one of {', '.join(CHAT_FORMATS)}, give a Jinja template, or "
-            "leave the call out to keep the tokenizer's own"
-        )
-    return known
+def _normalise(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _check_mapping(mapping: Mapping[str, str] | None) -> Mapping[str, str]:
-    for key, name in (mapping or {}).items():
-        if key not in PLAIN or not isinstance(name, str):
-            keys = f"its keys are {', '.join(PLAIN)}, its values text"
-            raise InputError(f"mapping holds {key!r}: {name!r}; {keys}")
-    return mapping or {}
-
-
-_COLUMNS = ("conversations", "messages")
 _SYSTEM_ALIASES = ("system", "developer")
 _USER_ALIASES = ("user", "human", "input")
 _ASSISTANT_ALIASES = ("assistant", "gpt", "chatgpt", "bot", "model", "output")
@@ -256,38 +345,36 @@ def standardize_data_formats(
         raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset, such as one split")
     first: dict[str, Any] = {}
     columns = dataset.column_names or list(next(iter(dataset), first))
-    column = next((name for name in _COLUMNS if name in columns), None)
+    column = next((name for name in ("conversations", "messages") if name in columns), None)
     if column is None:
         return dataset
     roles = {"tool": "tool", "observation": "tool"}
     roles |= dict.fromkeys(aliases_for_system, "system") | dict.fromkeys(aliases_for_user, "user")
     roles |= dict.fromkeys(aliases_for_assistant, "assistant")
-    rename: Callable[..., Any] = partial(_rename, column=column, roles=roles)
-    options: dict[str, Any] = {"with_indices": True, "batched": True, "batch_size": batch_size}
-    options["remove_columns"] = [column]  # so that the turns get a new type
+    # The column is removed, so that the turns get a new type
+    options: dict[str, Any] = {"with_indices": True, "batched": True, "remove_columns": [column]}
     if num_proc is not None and hasattr(dataset, "__len__"):
         options["num_proc"] = num_proc
-    return dataset.map(rename, **options)
+    return dataset.map(partial(_rename, column=column, roles=roles), batch_size=batch_size, **options)
 
 
 standardize_sharegpt = standardize_data_formats
 
 
 def _rename(
-    batch: dict[str, list[Any]], numbers: list[int], column: str, roles: dict[str, str]
+    batch: Mapping[str, list[Any]], numbers: list[int], column: str, roles: Mapping[str, str]
 ) -> dict[str, list[Any]]:
-    rows = zip(numbers, batch[column], strict=True)
-    return {column: [_conversation(number, column, turns, roles) for number, turns in rows]}
+    conversations = []
+    for number, turns in zip(numbers, batch[column], strict=True):
+        where = f"row {number}, column {column!r}"
+        if not isinstance(turns, list):
+            raise InputError(f"{where}: {reprlib.repr(turns)} is no list; write turns")
+        turns = [_turn(f"{where}: turn {place}", turn, roles) for place, turn in enumerate(turns)]
+        conversations.append(turns)
+    return {column: conversations}
 
 
-def _conversation(number: int, column: str, turns: Any, roles: dict[str, str]) -> list[dict[str, Any]]:
-    if not isinstance(turns, list):
-        raise InputError(f"row {number}, column {column!r}: {reprlib.repr(turns)} is no list; write turns")
-    return [_turn(number, column, place, turn, roles) for place, turn in enumerate(turns)]
-
-
-def _turn(number: int, column: str, place: int, turn: Any, roles: dict[str, str]) -> dict[str, Any]:
-    where = f"row {number}, column {column!r}: turn {place}"
+def _turn(where: str, turn: object, roles: Mapping[str, str]) -> dict[str, object]:
     if not isinstance(turn, dict):
         remedy = "write turns as {role, content} or {from, value}"
         raise InputError(f"{where} is {reprlib.repr(turn)}; {remedy}")
@@ -301,4 +388,4 @@ def _turn(number: int, column: str, place: int, turn: Any, roles: dict[str, str]
     if content is None:
         raise InputError(f"{where} has no content: {reprlib.repr(turn)}; fill it in or remove the row")
     others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
-    return {"role": roles[role], "content": content, **others}
+    return {"role": roles[str(role)], "content": content, **others}
