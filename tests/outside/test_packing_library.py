@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from unsloth_pack.packing import PackedSampler, PackingStream, length_report, pack_dataset, plan_accumulation
+from unsloth_pack.packing import PackedSampler, pack_dataset
 
 ROWS = [[3, 4], [5], [2, 2, 2], [7], [1, 6]] * 6
 DOCUMENTS = [list(range(n % 13)) for n in range(0, 600, 7)]
@@ -32,13 +32,9 @@ def test_a_look_at_the_first_batch_loses_no_rows():
     assert sorted(torch.cat(batches).tolist()) == list(range(len(ROWS)))
 
 
-def test_two_iterators_at_once_each_give_all_rows():
-    sampler = PackedSampler(ROWS)
-    assert all(a == b for a, b in zip(sampler, sampler, strict=True))
-
-
 def test_a_resumed_epoch_keeps_its_place_until_it_is_done():
     sampler = PackedSampler(ROWS, 2, 1)
+    assert all(a == b for a, b in zip(sampler, sampler, strict=True))  # two iterators at once
     whole = list(sampler)
     head = list(itertools.islice(sampler, 4))
     resumed = PackedSampler(ROWS, 2, 1)
@@ -46,33 +42,6 @@ def test_a_resumed_epoch_keeps_its_place_until_it_is_done():
     assert next(iter(resumed)) == whole[4]
     assert head + list(resumed) == whole
     assert list(resumed) == whole
-
-
-def test_a_state_of_rows_with_other_lengths_is_refused():
-    state = PackedSampler([[3, 4], [5], [2]]).state_dict()
-    with pytest.raises(ValueError, match="saved with lengths="):
-        PackedSampler([[3, 4], [2], [5]]).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"saved with attention_weight=0\.5"):
-        PackedSampler([[3, 4], [5], [2]], attention_weight=0.2).load_state_dict(state)
-    with pytest.raises(ValueError, match="not one of this release's PackedSampler"):
-        PackedSampler(ROWS).load_state_dict({})
-
-
-# PackingStream
-
-
-@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
-def test_a_caller_may_fill_its_array_anew(make):
-    def examples():
-        array = make(4)
-        ids = array.astype(np.int64) if make is np.zeros else array.long()
-        for number in range(5):
-            ids[:] = number
-            yield {"input_ids": ids[:3], "labels": ids[1:]}
-
-    packs = list(PackingStream(6, seed=None).pack(examples()))
-    for name in ("input_ids", "labels"):
-        assert sorted(int(n) for pack in packs for n in pack[name]) == sorted(list(range(5)) * 3)
 
 
 # pack_dataset
@@ -129,26 +98,3 @@ def test_a_transform_is_not_passed_over():
         ValueError, match=r"has a transform, which packing would pass over; apply it with \.map"
     ):
         pack_dataset(rows, 24)
-
-
-# What is counted
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"capacities": 2048}, "capacities are 2048; give a list of them, such as"),
-        ({"world_size": 0}, "world_size is 0"),
-        ({"per_device_batch": 0}, "per_device_batch is 0"),
-        ({"target_effective": 1.5}, "target_effective is 1.5"),
-    ],
-)
-def test_a_report_checks_its_arguments(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        length_report([3, 4], **arguments)
-
-
-def test_accumulation_is_at_least_one_micro_batch():
-    assert plan_accumulation(1, 1e308, 10, 10) == 1
-    with pytest.raises(ValueError, match="samples_per_pack is '2'"):
-        plan_accumulation(32, "2")

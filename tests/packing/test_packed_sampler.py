@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from accelerate.data_loader import BatchSamplerShard
 from tables import table
 from torch.utils.data import BatchSampler
@@ -130,19 +129,19 @@ def test_spread_by_hand():
     assert str(spread) == "estimated spread between ranks: attention 15.38%, tokens 13.33%, waiting 7.14%"
 
 
-def test_equal_rows_have_no_spread():
-    spread = PackedSampler([[3, 3]] * 8, 4).spread()
-    assert (spread.attention, spread.tokens, spread.waiting) == (0.0, 0.0, 0.0)
-
-
-def test_a_rank_without_work_is_part_of_the_spread():
-    sampler = PackedSampler([[4], [0]], 2, shuffle=False)
+@pytest.mark.parametrize(
+    ("rows", "base", "expected"),
+    [
+        ([[3, 3]] * 8, 0, (0.0, 0.0, 0.0)),
+        ([[4], [0]], 0, (2.0, 2.0, 0.5)),  # a rank without work
+        ([[4], [0]], 1, (0.0, 0.0, 0.0)),  # what is left has no token
+    ],
+)
+def test_spread_of_equal_rows_and_of_none(rows, base, expected):
+    sampler = PackedSampler(rows, 1 if base else 2, shuffle=False)
+    sampler.load_state_dict(sampler.state_dict() | {"base": base})
     spread = sampler.spread()
-    assert (spread.attention, spread.tokens, spread.waiting) == (2.0, 2.0, 0.5)
-    alone = PackedSampler([[4], [0]], shuffle=False)
-    alone.load_state_dict(alone.state_dict() | {"base": 1})  # what is left has no token
-    spread = alone.spread()
-    assert (spread.attention, spread.tokens, spread.waiting) == (0.0, 0.0, 0.0)
+    assert (spread.attention, spread.tokens, spread.waiting) == expected
 
 
 @pytest.mark.parametrize("attention_weight", [0, 0.25, 1])
@@ -196,27 +195,20 @@ def test_another_number_of_ranks_cannot_take_up_half_a_window(rows):
         PackedSampler(rows, 8).load_state_dict(sampler.state_dict())
 
 
-def test_rows_that_a_loader_read_ahead_are_not_done(rows):
-    sampler = PackedSampler(rows, 2, 0)
-    whole = list(sampler)
-    restored = PackedSampler(rows, 2, 0)
-    restored.load_state_dict(sampler.state_dict(rows_done=10))
-    assert list(restored) == whole[10:]
-
-
-def test_a_state_of_other_rows_is_refused(rows):
-    state = PackedSampler(rows).state_dict()
-    with pytest.raises(InputError, match=f"saved with rows={len(rows)} and this one has {len(rows) - 1}"):
-        PackedSampler(rows[1:]).load_state_dict(state)
-    with pytest.raises(InputError, match="saved with seed=0 and this one has 4"):
-        PackedSampler(rows, seed=4).load_state_dict(state)
-
-
-def test_a_data_loader_takes_it(rows):
-    sampler = PackedSampler(rows, 2, 1, rows_per_rank=2)
-    loader = torch.utils.data.DataLoader(range(len(rows)), batch_size=2, sampler=sampler)
-    batches = [batch.tolist() for batch in loader]
-    assert list(itertools.chain(*batches)) == list(sampler)
+@table(
+    ("rows", "arguments", "says"),
+    [
+        ([[3, 4], [5]], {}, "saved with rows=3 and this one has 2"),
+        ([[3, 4], [2], [5]], {}, "saved with lengths="),
+        ([[3, 4], [5], [2]], {"seed": 4}, "saved with seed=0 and this one has 4"),
+        ([[3, 4], [5], [2]], {"attention_weight": 0.2}, r"saved with attention_weight=0\.5"),
+        ([[3, 4], [5], [2]], {"vision_work": [1, 2, 3]}, "saved with lengths="),
+    ],
+)
+def test_a_state_of_other_rows_is_refused(rows, arguments, says):
+    state = PackedSampler([[3, 4], [5], [2]]).state_dict()
+    with pytest.raises(InputError, match=says):
+        PackedSampler(rows, **arguments).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 1), (3, 2)])
@@ -247,18 +239,15 @@ def test_one_rank_has_a_short_last_batch():
         ({"rows_per_rank": 0}, "rows_per_rank is 0"),
         ({"rows_per_rank": 3, "batch_size": 2}, "rows_per_rank is 3; give a multiple of batch_size 2"),
         ({"attention_weight": 1.5}, "attention_weight is 1.5"),
-        ({"attention_weight": -0.5}, "attention_weight is -0.5"),
-        ({"rank": 0.5, "world_size": 2}, "rank is 0.5 of 2"),
         ({"attention_weight": "half"}, "attention_weight is 'half'"),
-        ({"seed": None}, "seed is None"),
-        ({"seed": -1}, "seed is -1"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"seq_lengths": [3, 4]}, "seq_lengths are [3, 4]; give the document lengths of every row"),
-        ({"seq_lengths": None}, "seq_lengths are None"),
-        ({"seq_lengths": []}, "there are no rows"),
-        ({"seq_lengths": [[1], []]}, "row 1 has no documents"),
-        ({"seq_lengths": [[0], [0]]}, "no document has tokens"),
+        ({"seq_lengths": []}, "seq_lengths are []; give the document lengths of every row"),
+        ({"seq_lengths": [[1], []]}, "seq_lengths are [[1], []]"),
+        ({"seq_lengths": [[0], [0]]}, "seq_lengths are [[0], [0]]"),
         ({"seq_lengths": [[1], [-2]]}, "document 1 has -2 tokens"),
+        ({"vision_work": [1.0, 1.0]}, "vision_work needs a number from 0 for each of the 1 rows"),
+        ({"vision_work": [float("nan")]}, "vision_work needs a number from 0"),
     ],
 )
 def test_bad_arguments(arguments, says):
@@ -267,10 +256,9 @@ def test_bad_arguments(arguments, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("epoch", [-1, 0.5, None])
-def test_bad_epoch(epoch, rows):
-    with pytest.raises(InputError, match=f"epoch is {epoch}"):
-        PackedSampler(rows).set_epoch(epoch)
+def test_bad_epoch():
+    with pytest.raises(InputError, match="epoch is -1"):
+        PackedSampler([[1]]).set_epoch(-1)
 
 
 def test_a_state_with_numbers_of_numpy_goes_into_json(rows):
@@ -302,11 +290,3 @@ def test_work_on_images_is_evened_out(rows):
     assert seeing.spread().waiting == pytest.approx(waiting(seeing.assignment()), rel=0.1)
     assert ", images " in str(seeing.spread())
     assert sorted(np.unique(seeing.assignment())) == list(range(len(rows)))
-    with pytest.raises(InputError, match="lengths"):
-        blind.load_state_dict(seeing.state_dict())
-
-
-@pytest.mark.parametrize("work", [[1.0], "much", [1.0, -1.0], [1.0, float("nan")], [[1.0], [2.0]]])
-def test_work_that_is_none(work):
-    with pytest.raises(InputError, match=r"vision_work is .*; give a number from 0 for each of the 2 rows"):
-        PackedSampler([[3], [4]], vision_work=work)

@@ -106,11 +106,7 @@ def pack_dataset(
 
 
 def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
-    """The plan for the whole set, and the builder of its rows.
-
-    Raises:
-        InputError: as `pack_dataset`.
-    """
+    """The plan for the whole set, and the builder of its rows. Raises as `pack_dataset`."""
     import datasets
 
     columns = check_columns(dataset)
@@ -123,9 +119,7 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
         )
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
-        if is_of_images(dataset, column):
-            continue
-        if not np.array_equal(list_lengths(dataset, column), lengths):
+        if not _is_of_images(dataset, column) and not np.array_equal(list_lengths(dataset, column), lengths):
             raise InputError(f"column {column!r} does not hold one number per token; correct or remove it")
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
@@ -134,17 +128,12 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
 
 
 class RowBuilder:
-    """Builds packed rows, given their numbers, from Arrow arrays: no token becomes a Python object.
-
-    Attributes:
-        bytes_a_row: of the documents, on average.
-        batch_size: rows to build at a time.
-    """
+    """Builds packed rows by their numbers from Arrow arrays: no token becomes a Python object."""
 
     def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
         self._documents = dataset.with_format("arrow")
         self._order, self._offsets = plan.order, plan.offsets
-        self.bytes_a_row = dataset.data.nbytes // max(1, plan.n_bins)
+        self.bytes_a_row = dataset.data.nbytes // max(1, plan.n_bins)  # on average
         self.batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
 
     def __call__(self, rows: pa.Table) -> pa.Table:
@@ -155,20 +144,22 @@ class RowBuilder:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        places = self._offsets[first : last + 1]
-        columns = self._gathered(self._order[places[0] : places[-1]])
+        starts = self._offsets[first : last + 1]
+        columns = self._gathered(self._order[starts[0] : starts[-1]])
+        starts = starts - starts[0]  # the first document of each row
         lengths = pc.list_value_length(columns["input_ids"]).to_numpy()
         tokens_before = np.concatenate([[0], np.cumsum(lengths)])
-        row_starts = pa.array(tokens_before[places - places[0]].astype(np.int32))
-        made = {}
+        row_starts = pa.array(tokens_before[starts].astype(np.int32))
         images = columns.pop(IMAGES, None)
-        for name, lists in columns.items():
-            made[name] = pa.ListArray.from_arrays(row_starts, lists.flatten())
-        document_starts = pa.array((places - places[0]).astype(np.int32))
+        rows = {
+            name: pa.ListArray.from_arrays(row_starts, lists.flatten()) for name, lists in columns.items()
+        }
         if images is not None:
-            made[IMAGES] = _images_of_rows(images, places - places[0])
-        made["seq_lengths"] = pa.ListArray.from_arrays(document_starts, pa.array(lengths.astype(np.int64)))
-        return pa.table(made)
+            rows[IMAGES] = _images_of_rows(images, starts)
+        rows["seq_lengths"] = pa.ListArray.from_arrays(
+            pa.array(starts.astype(np.int32)), pa.array(lengths.astype(np.int64))
+        )
+        return pa.table(rows)
 
     def _gathered(self, numbers: np.ndarray) -> dict[str, pa.Array]:
         """The columns of these documents, copied from wherever they lie."""
@@ -185,12 +176,7 @@ class RowBuilder:
 
 
 def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:
-    """The images of rows, each with the number of its document in its row.
-
-    Args:
-        images: lists of objects, one list for each document.
-        starts: `[rows + 1]`, the first document of each row.
-    """
+    """The images of rows, each with the number of its document in its row, from those of each document."""
     import pyarrow as pa
 
     counts = images.value_lengths().to_numpy().astype(np.int64)
@@ -203,25 +189,24 @@ def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(before[starts].astype(np.int32)), whole)
 
 
-def is_of_images(dataset: datasets.Dataset, column: str) -> bool:
+def _is_of_images(dataset: datasets.Dataset, column: str) -> bool:
     """Whether a column holds the images of documents, as `images.stored` writes them."""
     inner = getattr(dataset.features[column], "feature", None)
     return column == IMAGES and isinstance(inner, dict) and "tokens" in inner
 
 
-def check_columns(dataset: datasets.Dataset) -> list[str]:
+def check_columns(dataset: object) -> list[str]:
     """The names of the columns of a data set that can be packed.
 
     Raises:
         InputError: it is no data set, is not tokenised, or is packed already.
     """
     names = getattr(dataset, "column_names", None)
-    if isinstance(dataset, Mapping):
-        raise InputError(
-            f"dataset is a {type(dataset).__name__}; give one of its splits: {', '.join(map(str, dataset))}"
-        )
-    if names is None:
-        raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset or IterableDataset")
+    if isinstance(dataset, Mapping) or names is None:
+        remedy = "a datasets.Dataset or IterableDataset"
+        if isinstance(dataset, Mapping):
+            remedy = f"one of its splits: {', '.join(map(str, dataset))}"
+        raise InputError(f"dataset is a {type(dataset).__name__}; give {remedy}")
     if "input_ids" not in names:
         raise InputError(f"the data set has the columns {', '.join(names)}; tokenise it, it needs input_ids")
     if "seq_lengths" in names:
@@ -236,48 +221,37 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
         InputError: the column does not hold lists of numbers, one of them is null, or ids or labels are not
             whole numbers.
     """
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     parts = [np.zeros(0, np.int64)]
     row = 0
     for table in scan(dataset, [column], DOCUMENTS_A_BATCH):
         lists = table[column].combine_chunks()  # a shuffled set has one chunk per row, slow to read
-        kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        if not any(is_kind(lists.type) for is_kind in kinds):
-            raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
-        if lists.null_count:
-            row += pc.index(pc.is_null(lists), True).as_py()
-            raise InputError(f"row {row}, column {column!r}: expected a list, got None; remove the row")
-        _check_numbers(lists, column, row)
+        _check_lists(lists, column, row)
         parts.append(pc.list_value_length(lists).to_numpy().astype(np.int64))
         row += len(lists)
     return np.concatenate(parts)
 
 
-def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
-    """Refuse lists that hold anything but numbers.
-
-    Args:
-        row: number of the row that the first list is in.
-
-    Raises:
-        InputError: names the first row with a null or a fraction.
-    """
+def _check_lists(lists: pa.Array, column: str, row: int) -> None:
+    """Refuse a column that holds anything but lists of numbers; `row` is the number of its first row here."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    kind = lists.type.value_field.type if hasattr(lists.type, "value_field") else lists.type
+    is_number = pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+    if kind is lists.type or not (is_number or pa.types.is_null(kind)):
+        raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
+    if lists.null_count:
+        row += pc.index(pc.is_null(lists), True).as_py()
+        raise InputError(f"row {row}, column {column!r}: expected a list, got None; remove the row")
     values = lists.flatten()
     if values.null_count:
         first = pc.index(pc.is_null(values), True).as_py()
         remedy = "give one number a token, or remove the row"
-    elif pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or not len(values):
-        return
-    elif not pa.types.is_floating(values.type):
-        raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
-    elif column in WHOLE_COLUMNS:
+    elif column in WHOLE_COLUMNS and pa.types.is_floating(kind) and len(values):
         first = max(0, pc.index(pc.equal(values, pc.floor(values)), False).as_py())
-        remedy = f"the column holds {values.type}; give whole numbers, such as int64"
+        remedy = f"the column holds {kind}; give whole numbers, such as int64"
     else:
         return
     row += pc.list_parent_indices(lists)[first].as_py()
@@ -285,7 +259,6 @@ def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
 
 
 # Packed rows of a large data set, in the data set cache: built over several processes, by the same plan.
-
 
 _STRATEGY = "bfd"
 
@@ -307,8 +280,7 @@ def _write(folder: Path, documents: datasets.Dataset, capacity: int, num_proc: i
     from datasets.utils import tqdm
 
     plan, builder = plan_rows(documents, capacity, _STRATEGY)
-    spans = spans_of(plan.n_bins, 8 * plan.tokens)
-    tasks = list(enumerate(spans))
+    tasks = list(enumerate(spans_of(plan.n_bins, 8 * plan.tokens)))
     with tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
         for rows in in_order(partial(_write_span, folder, builder), tasks, num_proc):
             bar.update(rows)

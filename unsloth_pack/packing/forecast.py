@@ -110,12 +110,6 @@ def length_report(
     """
     every = as_lengths(lengths)
     bin_size = check_positive("bin_size", bin_size)
-    for name, value in (
-        ("world_size", world_size),
-        ("per_device_batch", per_device_batch),
-        ("target_effective", target_effective),
-    ):
-        check_positive(name, value)
     if not isinstance(capacities, Iterable):
         raise InputError(f"capacities are {capacities!r}; give a list of them, such as [2048]")
     documents = every[every > 0].astype(np.int64)
@@ -143,23 +137,19 @@ def length_report(
 
 
 def _forecast(
-    documents: np.ndarray,
-    capacity: int,
-    world_size: int,
-    per_device_batch: int,
-    target_effective: int,
+    documents: np.ndarray, capacity: int, world_size: int, per_device_batch: int, target_effective: int
 ) -> PackForecast:
     capacity = check_positive("capacity", capacity)
-    held = np.minimum(documents, capacity)
-    plan = plan_packs(held, capacity)
+    lengths = np.minimum(documents, capacity)
+    plan = plan_packs(lengths, capacity)
     per_pack = plan.n_documents / plan.n_bins
     accumulation = plan_accumulation(target_effective, per_pack, world_size, per_device_batch)
     steps = math.ceil(plan.n_bins / (world_size * per_device_batch))
-    order = np.random.default_rng(0).permutation(held)
+    order = np.random.default_rng(0).permutation(lengths)
     return PackForecast(
         capacity=capacity,
         overlong=int((documents > capacity).sum()),
-        tokens_cut=int((documents - held).sum()),
+        tokens_cut=int((documents - lengths).sum()),
         packs=plan.n_bins,
         documents_per_pack=per_pack,
         fill=plan.efficiency,
@@ -169,9 +159,6 @@ def _forecast(
         effective_batch=per_pack * world_size * per_device_batch * accumulation,
         padding={batch: 1 - plan.tokens / padded_slots(order, batch) for batch in PADDED_BATCHES},
     )
-
-
-# Forecast an image's tokens from its size, without reading the image.
 
 
 def vision_tokens(height: int, width: int, patch: int = 16, merge: int = 2) -> int:

@@ -28,10 +28,6 @@ def pack_iterable(
 
     No document waits from one batch to the next. So the result is a plain `map` of the source, and datasets
     itself deals its shards out to workers and ranks, turns to an epoch, and saves its position.
-
-    Raises:
-        InputError: an argument is out of its range, or a column does not hold one number per token. A fault
-            of a document is raised when the document is read.
     """
     packer = BatchPacker(capacity, strategy, buffer_size, seed)
     features = None if source.features is None else _features_of_rows(source.features)
@@ -69,9 +65,9 @@ class PackedExamples(MappedExamplesIterable):
         return self._with(ex_iterable=self.ex_iterable.reshard_data_sources())
 
     def _with(self, **changed: Any) -> "PackedExamples":
-        changed_one = copy(self)
-        changed_one.__dict__ |= changed
-        return changed_one
+        other = copy(self)
+        other.__dict__ |= changed
+        return other
 
 
 def _why_not_resumed(examples: Any) -> str | None:
@@ -91,31 +87,27 @@ def _why_not_resumed(examples: Any) -> str | None:
 
 
 class BatchPacker:
-    """Packs one batch of documents, whatever came before.
-
-    Args: as `pack_iterable`.
-    """
+    """Packs one batch of documents, whatever came before."""
 
     def __init__(self, capacity: int, strategy: str, buffer_size: int, seed: int | None):
         PackingStream(capacity, buffer_size, strategy=strategy, seed=seed)  # checks them before any is read
         self.capacity, self.strategy, self.seed = capacity, strategy, seed
-        self._columns: list[str] | None = None
+        self._columns: set[str] = set()
 
     def shifted(self, value: int) -> "BatchPacker":
-        """The same packer with another order of rows."""
         other = copy(self)
         other.seed = None if self.seed is None else self.seed + value
         return other
 
     def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        """The packed rows of a batch.
-
-        Args:
-            batch: each column, with one sequence per document.
-            numbers: of the documents, among those that this process reads.
-        """
+        """The packed rows of a batch of columns; `numbers` counts the documents that this process reads."""
         first = numbers[0]
-        self._check_columns(list(batch), first)
+        if self._columns and self._columns != set(batch):
+            raise InputError(
+                f"example {first} has the columns {', '.join(batch)} and those before it "
+                f"{', '.join(sorted(self._columns))}; give all examples the same columns"
+            )
+        self._columns = set(batch)
         seed = None if self.seed is None else self.seed + first
         stream = PackingStream(self.capacity, len(numbers) + 1, strategy=self.strategy, seed=seed)
         stream.consumed = first  # the number that an error names
@@ -123,22 +115,9 @@ class BatchPacker:
         rows = list(stream.pack(documents))
         return {name: [row[name] for row in rows] for name in [*batch, "seq_lengths"]}
 
-    def _check_columns(self, columns: list[str], first: int) -> None:
-        """Refuse columns that came or went since the last batch; within a batch, the stream does."""
-        if self._columns is not None and set(columns) != set(self._columns):
-            raise InputError(
-                f"example {first} has the columns {', '.join(columns)} and those before it "
-                f"{', '.join(self._columns)}; give all examples the same columns"
-            )
-        self._columns = columns
-
 
 def _features_of_rows(features: datasets.Features) -> datasets.Features:
-    """The features of packed rows, given those of documents.
-
-    Raises:
-        InputError: a column does not hold one number per token.
-    """
+    """The features of packed rows; a column that does not hold one number per token is refused."""
     rows = {}
     for name, feature in features.items():
         is_list = isinstance(feature, datasets.List | datasets.LargeList)
