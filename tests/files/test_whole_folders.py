@@ -85,13 +85,6 @@ def test_a_new_folder_gets_its_name_when_it_is_whole(tmp_path):
     assert content(tmp_path) == {"new/file": "new"}
 
 
-def test_a_link_to_a_folder_that_is_not_there(tmp_path):
-    (tmp_path / "link").symlink_to("there")
-    save(tmp_path / "link", "file")
-    assert (tmp_path / "link").is_symlink()
-    assert content(tmp_path / "there") == {"file": "new"}
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(is_there, tmp_path):
     out = tmp_path / "out"
@@ -130,10 +123,20 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
     assert content(tmp_path) == {"out/a": "second"}
 
 
-def test_packs_do_not_replace_what_has_come_meanwhile(tmp_path):
-    with pytest.raises(InputError, match="File exists"):
-        save_and(lambda _: (tmp_path / "a").write_text("old"), tmp_path, may_replace=False)
-    assert content(tmp_path) == {"a": "old"}
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [("a", {"may_replace": False}, "File exists"), ("a/mine", {}, "Is a directory")],
+)
+def test_what_is_not_replaced(name, options, says, tmp_path):
+    """A file that came meanwhile, by packs; a folder, by a file."""
+
+    def write(_):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+
+    with pytest.raises(InputError, match=says):
+        save_and(write, tmp_path, **options)
+    assert content(tmp_path) == {name: "mine"}
 
 
 OLD = {"config.json": "old", "a": "old", "stale": "old", "notes": "old"}
@@ -204,14 +207,6 @@ def test_a_failure_in_the_middle_changes_nothing(number, error, tmp_path, monkey
             save_over(out)
     assert content(out) == OLD
     assert not list(tmp_path.rglob("*.aside"))
-
-
-def test_a_folder_is_not_replaced_by_a_file(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "mine").write_text("mine")
-    with pytest.raises(InputError, match="Is a directory"):
-        save(tmp_path, "a")
-    assert content(tmp_path) == {"a/mine": "mine"}
 
 
 # Claims

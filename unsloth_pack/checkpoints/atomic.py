@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,70 +28,63 @@ from safetensors import SafetensorError
 
 from unsloth_pack.errors import InputError
 
-# Move files into an existing folder, in an order that never leaves a loadable mixture.
 
+def _move_in(
+    new: Path,
+    target: Path,
+    old: Path,
+    last: Collection[str],
+    replaces: Callable[[str], bool],
+    may_replace: bool,
+) -> None:
+    """Move the files of `new` into `target` in the order of `atomic_dir`, and back if that fails.
 
-class Move:
-    """Moves the files of one folder into another, and back if that fails.
-
-    Args:
-        new: the folder whose files are to be in `target`.
-        old: a folder for the files of `target` that have to go; not there yet.
+    Each step is on the disk before the next. The files of `target` that have to go move to `old`.
     """
+    moved: list[tuple[Path, Path]] = []
 
-    def __init__(self, new: Path, target: Path, old: Path, may_replace: bool):
-        self._new, self._target, self._old, self._may_replace = new, target, old, may_replace
-        self._moved: list[tuple[Path, Path]] = []
+    def rename(source: Path, goal: Path) -> None:
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        moved.append((source, goal))
+        os.rename(source, goal)
 
-    def run(self, last: Collection[str], replaces: Callable[[str], bool]) -> None:
-        """Move in the order that `atomic_dir` gives, each step on the disk before the next."""
-        files = [path.relative_to(self._new) for path in sorted(self._new.rglob("*")) if not path.is_dir()]
-        try:
-            for name in last:
-                self._let_go(Path(name))
-            flush(self._target)
-            for name in os.listdir(self._target):
-                if replaces(name):
-                    self._let_go(Path(name), may_be_folder=True)
-            for is_last in (False, True):
-                for file in files:
-                    if (str(file) in last) == is_last:
-                        self._let_in(file)
-                flush(self._target)
-        except BaseException:
-            self._undo()
-            raise
-
-    def _let_go(self, file: Path, may_be_folder: bool = False) -> None:
-        """Move the file or folder of this name out of the target, if it is there."""
-        path = self._target / file
+    def let_go(file: Path, may_be_folder: bool = False) -> None:
+        path = target / file
         if not os.path.lexists(path):
             return
-        if not self._may_replace:
+        if not may_replace:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         if path.is_dir() and not path.is_symlink() and not may_be_folder:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        self._rename(path, self._old / file)
+        rename(path, old / file)
 
-    def _let_in(self, file: Path) -> None:
+    def let_in(file: Path) -> None:
         for folder in reversed(file.parents[:-1]):
-            if (self._target / folder).is_symlink():
-                self._let_go(folder)
-            (self._target / folder).mkdir(exist_ok=True)
-        self._let_go(file)
-        self._rename(self._new / file, self._target / file)
+            if (target / folder).is_symlink():
+                let_go(folder)
+            (target / folder).mkdir(exist_ok=True)
+        let_go(file)
+        rename(new / file, target / file)
         if file.parent.parts:
-            flush((self._target / file).parent)
+            flush((target / file).parent)
 
-    def _rename(self, source: Path, goal: Path) -> None:
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        self._moved.append((source, goal))
-        os.rename(source, goal)
-
-    def _undo(self) -> None:
-        for source, goal in reversed(self._moved):
+    files = [path.relative_to(new) for path in sorted(new.rglob("*")) if not path.is_dir()]
+    try:
+        for name in last:
+            let_go(Path(name))
+        flush(target)
+        for name in filter(replaces, os.listdir(target)):
+            let_go(Path(name), may_be_folder=True)
+        for is_last in (False, True):
+            for file in files:
+                if (str(file) in last) == is_last:
+                    let_in(file)
+            flush(target)
+    except BaseException:
+        for source, goal in reversed(moved):
             with suppress(FileNotFoundError):  # interrupted before it was moved
                 os.rename(goal, source)
+        raise
 
 
 def flush(path: Path) -> None:
@@ -104,14 +96,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Locks on files and folders. A lock ends with its process, however that ends, so none is ever stale.
-#
-# A child that is forked meanwhile holds it too, until it ends: it may write there. No child holds a claim,
-# because only the process that claimed the folder of a run writes into it.
-
-
-def lock(descriptor: int) -> bool:
-    """Lock an open file or folder until `descriptor` is closed.
+def _lock(descriptor: int) -> bool:
+    """Lock an open file or folder until `descriptor` is closed, or the process ends: none is ever stale.
 
     Returns:
         False on a file system without such locks, such as some network file systems: nobody is kept out.
@@ -147,13 +133,10 @@ def claimed(folder: Path) -> Iterator[None]:
     _claims.add(descriptor)
     try:
         try:
-            lock(descriptor)
+            _lock(descriptor)
         except BlockingIOError:
-            raise InputError(
-                f"output_dir {str(folder)!r} is in use by another run; wait for its end, or give another "
-                "folder",
-                about="output_dir",
-            ) from None
+            said = f"output_dir {str(folder)!r} is in use by another run; wait for its end, or name another"
+            raise InputError(said, about="output_dir") from None
         yield
     finally:
         for path in new:
@@ -171,16 +154,12 @@ def _give_up_claims() -> None:
 os.register_at_fork(after_in_child=_give_up_claims)
 
 
-def _nothing(name: str) -> bool:
-    return False
-
-
 @contextmanager
 def atomic_dir(
     target: Path,
     *,
     last: Collection[str] = (),
-    replaces: Callable[[str], bool] = _nothing,
+    replaces: Callable[[str], bool] = lambda name: False,
     may_replace: bool = True,
 ) -> Iterator[Path]:
     """A new folder to fill, whose content is put into `target` at the end. A failure changes nothing.
@@ -203,16 +182,13 @@ def atomic_dir(
         InputError: `target` is a file, or cannot be written to, or the disk is full.
     """
     try:
-        is_folder = stat.S_ISDIR(os.stat(target).st_mode)
-    except (FileNotFoundError, NotADirectoryError):  # a file above it fails below, with a better message
-        is_folder = True
+        real = Path(os.path.realpath(target))
+        is_there = real.exists()
     except (OSError, ValueError) as error:  # too long, or with a zero byte
         raise InputError(f"{str(target)[:80]!r} is no name for a folder ({error}); give another") from None
-    if not is_folder:
+    if is_there and not real.is_dir():
         raise InputError(f"{str(target)!r} is a file; give a folder")
-    real = Path(os.path.realpath(target))
-    is_there = real.exists()
-    place, name = (real, "") if is_there else (real.parent, real.name)
+    place, name = (real, "") if is_there else (real.parent, f".{real.name}")
     try:
         with _locked_folder(place, name) as aside:
             new = aside / "new"
@@ -220,7 +196,7 @@ def atomic_dir(
             yield new
             if is_there:
                 _flush_all(new)
-                Move(new, real, aside / "old", may_replace).run(last, replaces)
+                _move_in(new, real, aside / "old", last, replaces, may_replace)
             else:
                 put_in_place(new, real)
     except (OSError, SafetensorError) as error:
@@ -250,9 +226,7 @@ def write_file(path: Path) -> Iterator[BinaryIO]:
 
 def holds(folder: Path) -> list[str]:
     """The names in a folder, in order, without those that a killed process left of a save."""
-    return sorted(
-        name for name in os.listdir(folder) if not (_is_aside(name, "") and _is_left(folder / name))
-    )
+    return sorted(set(os.listdir(folder)) - set(_left_behind(folder, "")))
 
 
 def remove_folder(folder: Path) -> None:
@@ -271,41 +245,34 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 @contextmanager
 def _locked_folder(place: Path, name: str) -> Iterator[Path]:
-    """A new folder, locked inside this context and removed at its end.
-
-    Those that killed processes left there for the same `name` are removed.
-    """
+    """A new folder, locked inside this context and removed at its end, as are those of killed processes."""
     place.mkdir(parents=True, exist_ok=True)
-    for entry in os.listdir(place):
-        if _is_aside(entry, name) and _is_left(place / entry):
-            shutil.rmtree(place / entry, ignore_errors=True)
-    aside = place / f"{_prefix(name)}.{secrets.token_hex(4)}.aside"
+    for entry in _left_behind(place, name):
+        shutil.rmtree(place / entry, ignore_errors=True)
+    aside = place / f"{name}.{secrets.token_hex(4)}.aside"
     aside.mkdir()
     descriptor = os.open(aside, os.O_RDONLY)
     try:
-        lock(descriptor)
+        _lock(descriptor)
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         os.close(descriptor)
 
 
-def _prefix(name: str) -> str:
-    return f".{name}" if name else ""
-
-
-def _is_aside(entry: str, name: str) -> bool:
-    return re.fullmatch(re.escape(_prefix(name)) + r"\.[0-9a-f]{8}\.aside", entry) is not None
+def _left_behind(place: Path, name: str) -> list[str]:
+    """The folders of `_locked_folder` whose process has ended."""
+    pattern = re.compile(re.escape(name) + r"\.[0-9a-f]{8}\.aside")
+    return [entry for entry in os.listdir(place) if pattern.fullmatch(entry) and _is_left(place / entry)]
 
 
 def _is_left(aside: Path) -> bool:
-    """Whether the process that filled a folder has ended."""
     try:
         descriptor = os.open(aside, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:  # it has gone, or is a link, which nobody here made
         return False
     try:
-        return lock(descriptor)
+        return _lock(descriptor)
     except BlockingIOError:
         return False
     finally:
