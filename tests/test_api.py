@@ -1,7 +1,6 @@
 """`FastLanguageModel`: what it loads, adapts, saves, reloads and refuses."""
 
 import json
-import shutil
 import warnings
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from tiny import DEVICE, error, random_documents, routing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, api, supported_architectures
-from unsloth_pack.checkpoints import loading
 from unsloth_pack.checkpoints.loading import refuse_stored_quantised
 from unsloth_pack.patching.patch import patch_of
 
@@ -242,18 +240,6 @@ def _weight_names(folder):
         return set(file.keys())
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str
-)
-def test_variants_merge_to_what_peft_merges(folder, tmp_path, options):
-    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4, **options)
-    train(model, steps=4)
-    model.save_pretrained_merged(tmp_path / "merged")
-    merged = plain(tmp_path / "merged")
-    assert error(alone(merged), logits(model)) < 0.02
-    assert error(alone(merged), alone(model.merge_and_unload())) < 0.02
-
-
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
 def test_quantised_weights_train_and_merge(folder, tmp_path, bits):
     pytest.importorskip("bitsandbytes")
@@ -373,21 +359,13 @@ def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_p
     [
         ({"max_seq_length": 0}, "max_seq_length is 0; give a whole number of at least 1"),
         ({"max_seq_length": 257}, "max_seq_length is 257, .* has 256 positions; lower it"),
-        ({"dtype": "float8"}, "dtype is 'float8'; choose one of bfloat16, float16, float32"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "set together; choose one"),
         ({"load_in_4bit": True, "full_finetuning": True}, "cannot train quantised weights; drop"),
-        (
-            {"load_in_fp8": True, "load_in_8bit": True},
-            "load_in_8bit and load_in_fp8 are set together; choose one",
-        ),
         ({"attn_backend": "fast"}, "'fast'.*(flash, xformers|auto)"),
         ({"max_sequence_length": 64}, "does not know max_sequence_length=64; correct the name"),
-        ({"quick_inference": True}, "from_pretrained does not know quick_inference=True; correct the name"),
         ({"torch_dtype": "float16"}, "torch_dtype is 'float16', which .* does not take; give dtype"),
         ({"quantization_config": {}}, "does not take; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "from_pretrained does not take; give attn_backend"),
-        ({"use_gradient_checkpointing": "unsloth"}, "'unsloth', .*; give it to get_peft_model"),
-        ({"config": None}, "from_pretrained does not take; give the attributes that differ"),
         ({"rope_scaling": {"factor": 2}}, "takes within rope_parameters; give those whole, with rope_type"),
         *(
             pytest.param({"device_map": place}, "device_map is .*, but there is no GPU", marks=NEEDS_NO_GPU)
@@ -401,48 +379,9 @@ def test_what_cannot_be_loaded(folder, options, message):
         load(folder, **options)
 
 
-def test_options_of_transformers_reach_what_they_are_for(folder, tmp_path, monkeypatch):
-    shutil.copytree(folder, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model.half.safetensors")
-    asked = {}
-
-    def spy(auto_class, source, **options):
-        asked[auto_class.__name__] = options
-        return real(auto_class, source, **options)
-
-    real = loading.load_with
-    monkeypatch.setattr(loading, "load_with", spy)
-    options = {
-        "variant": "half",
-        "attention_dropout": 0.25,
-        "cache_dir": str(tmp_path),
-        "local_files_only": True,
-    }
-    model, _ = load(tmp_path / "model", **options)
-    assert model.config.attention_dropout == 0.25
-    for options in asked.values():
-        assert options["cache_dir"] == str(tmp_path)
-        assert options["local_files_only"]
-    assert len(asked) == 3
-
-
 def test_models_that_are_not_there(folder, tmp_path):
     with pytest.raises(InputError, match=r"cannot load .*no-such"):
         load(tmp_path / "no-such")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"holds neither config.json nor adapter_config.json"):
-        load(tmp_path / "empty")
-    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4)
-    model.save_pretrained(tmp_path / "cut")
-    weights = tmp_path / "cut" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"cut/adapter_model.safetensors: not whole safetensors"):
-        load(tmp_path / "cut")
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "adapter_config.json").write_text("{")
-    with pytest.raises(InputError, match=r"adapter_config.json cannot be read"):
-        load(broken)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(UnsupportedArchitecture, match=r"'gpt2' has no patch; .*supported are "):
@@ -510,16 +449,8 @@ def test_one_adapter_at_a_time(folder):
             "4bit",
             "stored in mxfp4 already; leave that out, and its weights are dequantised",
         ),
-        (
-            {"quant_method": "gptq"},
-            "8bit",
-            "stored in gptq already; leave that out, or load weights in 16 bits",
-        ),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "4bit", "stored in bitsandbytes already"),
         ({"load_in_4bit": True}, "fp8", "stored in 4bit already"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4bit", None),
-        ({"quant_method": "mxfp4"}, None, None),
-        (None, "4bit", None),
     ],
 )
 def test_weights_that_are_stored_quantised_are_not_quantised_again(stored, asked, says):
@@ -529,10 +460,3 @@ def test_weights_that_are_stored_quantised_are_not_quantised_again(stored, asked
         return refuse_stored_quantised("folder", config, *given)
     with pytest.raises(InputError, match=f"^load_in_{asked}=True, but folder is {says}"):
         refuse_stored_quantised("folder", config, *given)
-
-
-def test_a_tied_embedding_that_trains_needs_no_warning(tmp_path, recwarn):
-    """Saving and merging untie it; PEFT warns that this has to be thought of."""
-    model, _ = load(save_model(tmp_path / "tied", "llama", tie_word_embeddings=True))
-    FastLanguageModel.get_peft_model(model, r=2, modules_to_save=["embed_tokens"])
-    assert not [each for each in recwarn if "tie_word_embeddings" in str(each.message)]

@@ -10,10 +10,6 @@ from transformers import AutoImageProcessor
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.run import image_rows
-from unsloth_pack.run.documents import load_tokenizer
-from unsloth_pack.run.image_rows import saved_beside_run
-from unsloth_pack.run.resolve import read_options
 
 FIRST, SECOND = 4096, 2048
 
@@ -82,15 +78,6 @@ def test_a_second_stage_on_text_keeps_the_processor_of_the_first(place, first, t
     ]
     train(place, tmp_path / "second", *text)
     assert most_pixels(tmp_path / "second") == FIRST
-
-
-def test_a_second_stage_on_text_needs_no_processor_that_is_not_prepared_here(place, first, monkeypatch):
-    """As of Qwen3.5, whose adapters from elsewhere may have one beside them."""
-    options = read_options(["--init_adapter", str(first), "--dataset", str(place / "text.jsonl")])
-    tokenizer = load_tokenizer(str(first))
-    assert saved_beside_run(options, tokenizer, None).tokenizer is tokenizer
-    monkeypatch.setattr(image_rows, "IMAGE_TOKENS", {})
-    assert saved_beside_run(options, tokenizer, None) is tokenizer
 
 
 def test_packs_for_an_adapter_train_on_from_it(place, first, tmp_path, capsys):

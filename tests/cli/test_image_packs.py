@@ -1,6 +1,5 @@
 """Packs on disk that hold images or refer to them, and what they may not have lost."""
 
-import base64
 import json
 import re
 import shutil
@@ -127,18 +126,3 @@ def test_the_folder_of_absolute_paths_is_not_needed(place, tmp_path):
     command = ["pack", "--model_name", place / "model", "--dataset", data, "--out", tmp_path / "packs"]
     assert main([str(each) for each in [*command, "--image_paths", "--max_seq_length", 256]]) == 0
     assert batches_of(prepare(read_options(on_packs(place, tmp_path / "packs", tmp_path / "out"))))
-
-
-def test_a_folder_or_paths_where_no_image_is_a_file_are_refused(place, tmp_path, capsys):
-    pack(place, tmp_path / "packs")  # which hold what the files held
-    given = flags(place, tmp_path / "out", "--dataset", tmp_path / "packs")
-    assert "no image of the data is a file; leave out --image_folder" in refused(capsys, given)
-    uri = "data:image/png;base64," + base64.b64encode((place / "seen" / "1-0.png").read_bytes()).decode()
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    data = write(tmp_path / "bytes.jsonl", [row | {"images": [uri] * len(row["images"])} for row in rows])
-    command = ["pack", "--model_name", place / "model", "--dataset", data, "--out", tmp_path / "new"]
-    for more in (["--image_folder", place / "seen"], ["--image_paths"]):
-        said = refused(capsys, [str(each) for each in [*command, *more]])
-        assert f"{more[0][2:]} is " in said
-        assert "no image of the data is a file" in said
-    assert not (tmp_path / "new").exists()

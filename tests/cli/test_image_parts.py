@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from image_runs import flags, prepared, train
+from image_runs import flags, train
 from safetensors.torch import load_file
 from tiny_tiles import tile_model
 
@@ -56,20 +56,6 @@ def test_the_aligner_alone_and_then_the_language_model(place, tmp_path):
     assert torch.equal(base[f"model.{name}"], first[key])
     assert parts_trained(load_file(tmp_path / "second" / "adapter_model.safetensors")) == {"decoder, lora"}
     assert (tmp_path / "second" / "base" / "processor_config.json").is_file()
-
-
-def test_a_row_without_images_moves_nothing_of_what_sees_them(place, tmp_path):
-    """Where nothing else trains it has a gradient, of 0."""
-    made = prepared(place, tmp_path, "--freeze_llm")
-    model, _ = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    model = FastVisionModel.get_peft_model(model, r=4, finetune_language_layers=False)
-    rows = made.train.rows.rename_column("images", "packed_images")
-    (row,) = [row for row in rows if not row["packed_images"]]
-    collate = made.images.collator()
-    model(**collate.on_device(collate([row]))).loss.backward()
-    of_sight = {name: p.grad for name, p in model.named_parameters() if "visual" in name and p.requires_grad}
-    assert len(of_sight) > 10
-    assert all(gradient is not None and not gradient.any() for gradient in of_sight.values())
 
 
 def test_parts_learn_at_rates_of_their_own(place, tmp_path):

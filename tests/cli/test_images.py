@@ -92,31 +92,6 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
         assert AutoImageProcessor.from_pretrained(folder).patch_size == 16
 
 
-def test_accumulation_equals_one_batch(place, tmp_path):
-    """Steps with unequal numbers of labels are weighed by them."""
-    more = [
-        "--max_seq_length",
-        80,
-        "--max_steps",
-        1,
-        "--optim",
-        "sgd",
-        "--learning_rate",
-        1,
-        "--warmup_steps",
-        0,
-    ]
-    found = []
-    for rows, steps in ((4, 1), (1, 4)):
-        of_run = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps]
-        found.append(train(place, tmp_path / f"{rows}", *more, *of_run))
-    together, apart = found
-    moved = [name for name in together if "lora_B" in name]
-    for name in moved:
-        torch.testing.assert_close(apart[name], together[name], rtol=1e-4, atol=1e-7)
-    assert all(together[name].any() for name in moved)
-
-
 def test_the_config_of_a_run_repeats_it_from_anywhere(place, tmp_path, monkeypatch):
     monkeypatch.chdir(place)
     one = train(place, tmp_path / "one", "--image_folder", "seen", "--max_steps", 1)
@@ -160,21 +135,6 @@ def test_bytes_texts_and_workers(place, tmp_path):
     lines = list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
     (ledger,) = [line["ledger"] for line in lines if line["kind"] == "data" and line["use"] == "train"]
     assert (ledger["rows_read"], ledger["images"]) == (10, 6)
-
-
-def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    many = write(tmp_path / "many.jsonl", rows_of(place) * 110)
-    found = [
-        prepared(place, tmp_path / n, "--dataset", many, "--num_proc", n, "--num_train_epochs", 1)
-        for n in "12"
-    ]
-    few = prepared(place, tmp_path / "few")
-    one, two = (each.train for each in found)
-    assert one.fingerprint == two.fingerprint != few.train.fingerprint
-    assert one.ledger == two.ledger
-    assert one.ledger.images == 110 * few.train.ledger.images
-    assert one.rows[:] == two.rows[:]
 
 
 def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
@@ -227,27 +187,6 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
     assert whole.ledger.rows_broken == 0
     rows[0]["messages"][0]["content"] += " Say more."
     assert again(data=write(many, rows))[0]
-
-
-def test_nothing_half_is_left_where_preparing_ends(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cache, "_ROWS", 4)  # so that ten rows are many
-    many = write(tmp_path / "many.jsonl", rows_of(place))
-    flags = ("--dataset", many, "--num_proc", 1, "--num_train_epochs", 1)
-    each, calls = VisionEncoder.each, []
-
-    def stopped(self, rows, first=0):
-        calls.append(first)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return each(self, rows, first)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(VisionEncoder, "each", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepared(place, tmp_path, *flags)
-    assert not [*(tmp_path / "cache" / "unsloth_pack").glob("documents-*/")]
-    assert prepared(place, tmp_path, *flags).train.ledger.rows_read == 10
 
 
 def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
@@ -15,7 +13,6 @@ from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.images.reading import ImageSource, read_size
 from unsloth_pack.report.metrics import read_losses
 from unsloth_pack.run.prepare import prepare
 from unsloth_pack.run.resolve import read_options
@@ -183,12 +180,6 @@ def test_an_image_in_a_late_part_is_refused(place, tmp_path, little_at_a_time):
         documents(stream, 62)
 
 
-def test_text_that_holds_a_token_of_images_is_refused_in_a_stream_of_text(place, tmp_path, capsys):
-    rows = [{"prompt": "How?", "completion": "So."}] * 3 + [{"prompt": "A <|image_pad|>", "completion": "no"}]
-    given = stream_of(place, tmp_path, write(tmp_path / "text.jsonl", rows))
-    assert "rows 0 to 3: document 3 holds token" in refused(capsys, given)
-
-
 def test_a_checkpoint_of_a_run_without_images_is_refused(place, tmp_path):
     text = stream_of(place, tmp_path, place / "text.jsonl")
     streams = [prepared(place, tmp_path, *STREAM).train.rows, prepare(read_options(text)).train.rows]
@@ -198,11 +189,3 @@ def test_a_checkpoint_of_a_run_without_images_is_refused(place, tmp_path):
         stream.save(folder, 1)
         with pytest.raises(InputError, match=f"of a run {what} images, and this one is not"):
             streams[1 - number].load(folder)
-
-
-def test_threads_that_decode_leave_warnings_as_they_are(place):
-    before = warnings.filters[:]
-    sources = [ImageSource(0, "images", place / "seen" / f"{n}-0.png") for n in (1, 2, 3, 5, 6, 7, 9)] * 20
-    with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(read_size, sources))) > 1
-    assert warnings.filters == before

@@ -86,15 +86,6 @@ def test_tokens_from_the_header_are_those_of_the_patches(height, width, most):
     assert len(patches.values) == 4 * tokens == np.prod(patches.size)
 
 
-def test_patches_are_an_eighth_of_what_the_model_takes(processor):
-    make = QwenVLImages(processor.image_processor, vision_config())
-    patches = make(ImageSource(0, "image", picture(100, 100)))
-    values = torch.from_numpy(patches.values)
-    assert values.dtype == torch.uint8
-    made = make.normalised(values)
-    assert made.nbytes == 8 * values.nbytes
-
-
 @pytest.mark.parametrize("model_type", FAMILY)
 def test_what_is_saved_can_be_loaded_by_transformers(model_type, tmp_path):
     ours = vision_processor(model_type)

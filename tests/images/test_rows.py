@@ -152,14 +152,6 @@ def test_rows_of_a_data_set(collate, place):
     assert torch.equal(collate()([*decoded])["pixel_values"], got["pixel_values"])
 
 
-def test_the_order_of_images_is_that_of_their_places(collate):
-    row = {"messages": turns(marked()), "images": IMAGES}
-    swapped = {"messages": turns(marked()), "images": IMAGES[::-1]}
-    one, other = collate()([row]), collate()([swapped])
-    assert one["image_grid_thw"].flip(0).tolist() == other["image_grid_thw"].tolist()
-    assert one["image_grid_thw"].tolist() != other["image_grid_thw"].tolist()
-
-
 @pytest.mark.parametrize(("images", "told"), [(IMAGES[:1], 1), ([*IMAGES, IMAGES[0]], 3)])
 def test_as_many_images_as_places(images, told, collate):
     with pytest.raises(InputError, match=f"places for images in column 'messages': 2, images: {told}"):

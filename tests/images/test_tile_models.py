@@ -6,12 +6,10 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
 from test_tiles import ROWS, alone, each_family
 from tiny_tiles import FAMILIES, save_tile_model, theirs, tile_model, tile_processor, tile_tokenizer
-from tiny_vision import asked, encoded, picture, sft_config
+from tiny_vision import asked, picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator, patch_model
 from unsloth_pack.images.tokens import IMAGE_TOKENS
@@ -62,80 +60,6 @@ def test_a_model_comes_with_its_processor_and_is_saved_with_it(name, folders, tm
     batch = VisionDataCollator(plain, loaded)([ROWS[2]])
     del batch["labels"], batch["packed_seq_lengths"]
     torch.testing.assert_close(again(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
-
-
-@each_family
-def test_every_part_can_be_trained_alone(name, folders):
-    aligner = "connector" if name in ("idefics3", "smolvlm") else "multi_modal_projector"
-    tower = "vision_model" if name in ("idefics3", "smolvlm") else "vision_tower"
-    for options, wanted in [
-        ({}, {"decoder"}),
-        (dict(finetune_vision_layers=True, finetune_language_layers=False), {"tower"}),
-        (dict(finetune_language_layers=False, finetune_aligner="lora"), {"aligner"}),
-    ]:
-        if name == "gemma3" and wanted == {"aligner"}:  # a norm, and a weight that is no layer
-            with pytest.raises(InputError, match="an adapter is to go on the aligner, which has no linear"):
-                FastVisionModel.get_peft_model(load(folders(name))[0], r=4, **options)
-            continue
-        model = FastVisionModel.get_peft_model(load(folders(name))[0], r=4, **options)
-        trained = {key for key, weight in model.named_parameters() if weight.requires_grad}
-        parts = {
-            "aligner" if f".{aligner}." in key else "tower" if f".{tower}." in key else "decoder"
-            for key in trained
-            if ".lora_" in key
-        }
-        assert parts == wanted
-        whole = {key for key in trained if ".lora_" not in key}
-        assert all(f".{aligner}.modules_to_save." in key for key in whole)
-        assert bool(whole) == (options.get("finetune_aligner", "full") == "full")
-
-
-@each_family
-def test_asked_with_images_it_answers_as_plain_transformers(name):
-    oracle, processor = theirs(name), tile_processor(name)
-    plain, ours = tile_model(name).eval(), tile_model(name).eval()
-    patch_model(ours)
-    images = [picture(40, 90), picture(16, 16, 2)]
-    turns = asked("one ", images[0], " two ", images[1])["messages"][:1]
-    text = [processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)]
-    options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    wanted = plain.generate(**oracle(text=list(text), images=[images], return_tensors="pt"), **options)
-    given = processor(text=list(text), images=[images], return_tensors="pt")
-    answer = ours.generate(**given, **options)
-    assert answer.sequences.tolist() == wanted.sequences.tolist()
-    for one, other in zip(answer.logits, wanted.logits, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-@each_family
-def test_it_trains_under_trl(name, folders, tmp_path):
-    model, processor = load(folders(name))
-    model = FastVisionModel.get_peft_model(model, r=4, finetune_vision_layers=True)
-    rows = Dataset.from_list(
-        [
-            {
-                "messages": [{"role": "user", "content": text}, row["messages"][1]],
-                "images": [*map(encoded, images)],
-            }
-            for row in ROWS
-            for images in [[p["image"] for p in row["messages"][0]["content"] if p["type"] == "image"]]
-            for text in ["<image>" * len(images) + "what?"]
-        ]
-    )
-    config = sft_config(
-        tmp_path,
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=0.01,
-    )
-    collator = VisionDataCollator(model, processor, max_seq_length=512)
-    trainer = SFTTrainer(
-        model, config, train_dataset=rows, processing_class=processor, data_collator=collator
-    )
-    trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0] - 0.1
 
 
 @each_family
@@ -198,30 +122,6 @@ def test_overlong_documents(name):
     patch_model(model)
     limited = collate(max_seq_length=least, overlong="shrink")([row, ROWS[1]])
     assert model(**limited).loss.isfinite()  # the model sees as many tokens as there are
-
-
-@each_family
-def test_limits_that_another_family_has(name, folders):
-    for limit in ("max_pixels", "min_pixels"):
-        with pytest.raises(
-            InputError,
-            match=rf"{limit} is 4096, and images of model type '{name}'.*; "
-            r"(set .* in preprocessor_config.json or processor_config.json of a copy of /|leave it out)",
-        ):
-            load(folders(name), **{limit: 4096})
-
-
-def test_an_adapter_comes_back_with_the_limit_that_it_was_trained_with(folders, tmp_path):
-    model, processor = load(folders("internvl"))
-    processor.image_processor.max_patches = 2
-    model = FastVisionModel.get_peft_model(model, r=4)
-    trained = VisionDataCollator(model, processor)([ROWS[2]])
-    model.save_pretrained(tmp_path / "adapter")
-    processor.save_pretrained(tmp_path / "adapter")
-    again, loaded = load(str(tmp_path / "adapter"))
-    assert VisionDataCollator(again, loaded)([ROWS[2]])["input_ids"].equal(trained["input_ids"])
-    cold = VisionDataCollator(*load(folders("internvl")))([ROWS[2]])
-    assert cold["input_ids"].shape[1] > trained["input_ids"].shape[1]
 
 
 def test_processors_of_other_sizes():

@@ -24,7 +24,6 @@ from outside_models import (
 from peft import LoraConfig, get_peft_model
 from transformers import (
     DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
@@ -33,7 +32,6 @@ from trl import SFTConfig, SFTTrainer
 
 import unsloth_pack
 from unsloth_pack import InputError, patch_model
-from unsloth_pack.chat_templates import train_on_responses_only
 from unsloth_pack.packing import pack_dataset
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -70,7 +68,7 @@ def test_labels_of_any_whole_numbers(dtype, training, models, ids):
 @pytest.mark.parametrize("described", [{"packed_seq_lengths": LENGTHS}, {}], ids=["packed", "ordinary"])
 @pytest.mark.parametrize(
     ("label", "says"),
-    [(-1, "-1"), (-200, "-200"), (-(2**40), str(-(2**40))), (256, "256"), (0.5, "float")],
+    [(-200, "-200"), (256, "256"), (0.5, "float")],
 )
 def test_labels_that_cannot_be(label, says, described, training, models, ids):
     if DEVICE != "cpu" and isinstance(label, int):
@@ -88,11 +86,6 @@ def test_a_mask_of_no_token(mask, models, ids):
         models[1](
             input_ids=ids, position_ids=positions, attention_mask=torch.full(ids.shape, mask).to(ids.device)
         )
-
-
-def test_lengths_are_no_truth_values(models, ids):
-    with pytest.raises(InputError, match="True"):
-        models[1](input_ids=ids, packed_seq_lengths=[True] * 3)
 
 
 @pytest.fixture
@@ -237,21 +230,6 @@ def test_a_column_of_numbers_named_as_that_of_packed_rows(way, tmp_path):
         trainer.train()
         losses.append(torch.tensor(trainer.state.log_history[0]["loss"]))
     assert_close(losses[1], losses[0])
-
-
-def test_answers_are_found_beside_a_column_of_numbers(tmp_path):
-    tokenizer, learned = byte_tokenizer(), []
-    ids = [tokenizer(f"[user]{n}[assistant]answer {n}")["input_ids"] for n in range(3)]
-    for more in ({}, {"seq_lengths": [20] * 3}):
-        trainer = Trainer(
-            plain_model(),
-            TrainingArguments(str(tmp_path), report_to="none", use_cpu=DEVICE == "cpu"),
-            train_dataset=Dataset.from_dict({"input_ids": ids, **more}),
-            processing_class=tokenizer,
-            data_collator=DataCollatorForSeq2Seq(tokenizer),
-        )
-        learned.append(train_on_responses_only(trainer, "[user]", "[assistant]").train_dataset["labels"][:])
-    assert learned[0] == learned[1]
 
 
 def test_numbers_that_would_be_taken_for_lengths_are_refused(tmp_path):

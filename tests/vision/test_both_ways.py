@@ -1,20 +1,21 @@
 """Tokens of images that see each other in both directions, as in Gemma 3: the second attention call."""
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from image_models import IMAGE, SIDE, documents, images_of, made, row_of, run_alone, run_packed
 from tiny import DEVICE, error
-from transformers import masking_utils
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, backends, flash
-from unsloth_pack.attention.backends import choose_backend_for_other_keys
+from unsloth_pack.attention import (
+    AttentionOptions,
+    attend,
+    backends,
+    flash,
+)
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.host_copy import HostCopy
@@ -125,33 +126,6 @@ def test_static_blocks_hold_every_row_of_their_form(window):
         assert sum(keys) == len(filled.key_places)
 
 
-def test_a_form_with_blocks_has_room_for_them_and_a_token_of_padding():
-    row = replace(random_row(0), visual=np.arange(4, 9), _built={})
-    row = replace(PackedRow.of_lengths((64,), row.device), visual=row.visual, both_ways=True)
-    form = ShapeBucket.of(row)
-    assert form.tokens > 64
-    assert not replace(form, tokens=64).holds(row)
-    for name in ("blocks", "queries", "earlier", "longest"):
-        narrower = replace(form.blocks, **{name: 0})
-        assert not replace(form, blocks=narrower).holds(row), name
-    assert not replace(form, blocks=None).holds(row)
-
-
-def test_a_window_bounds_the_keys_of_static_blocks():
-    """Sliding layers are most of them, and their copies of keys would be as many as those of full ones."""
-    row = PackedRow.of_lengths((1000,), torch.device(DEVICE))
-    images = np.flatnonzero(np.arange(1000) % 50 < 40)
-    row = replace(row, visual=images, both_ways=True, _built={})
-    form = ShapeBucket.of(row)
-    static = PackedRow.static(form.tokens, form.segments, form.longest, row.device, both_ways=True)
-    few, all_of_them = (
-        len(BlockRows.static(static, window, form.blocks).key_places) for window in (16, None)
-    )
-    own = len(BlockRows.from_row(row, None).key_places)
-    assert few < own / 4
-    assert own <= all_of_them < 1.3 * own
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "triton", "xformers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -241,15 +215,6 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
     assert error(out, as_transformers_means_it(*qkv, row=row, scale=0.3, window=window)) < 1e-12
 
 
-def test_a_backend_that_knows_no_other_keys_leaves_them_to_another():
-    need = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(0.1, 5, causal=False))
-    for name in ("triton", "xformers", "sdpa"):
-        assert choose_backend_for_other_keys(name, need) == "sdpa"
-    capped = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(0.1, softcap=30.0, causal=False))
-    with pytest.raises(BackendUnavailable, match="see each other in both directions with AttentionOptions"):
-        choose_backend_for_other_keys("sdpa", capped)
-
-
 def test_blocks_end_where_documents_do():
     row = PackedRow.of_lengths((4, 3, 2), torch.device("cpu"))
     visual = np.array([0, 2, 3, 4, 5, 7, 8])  # an image ends a document, and the next one begins with one
@@ -273,37 +238,6 @@ def test_any_window_and_images_at_the_ends_of_documents(window):
     for name, grad in got.grads.items():
         true = truth.grads[name]  # that of a bias of keys is 0 but for rounding
         assert (grad - true).norm() < 1e-5 * true.norm().clamp(min=1e-6), name
-
-
-def test_the_report_says_what_computes_the_second_call():
-    model = made(GEMMA)
-    report = patch_model(model).report
-    assert report.fused["image tokens"].endswith("through sdpa")  # in float32
-
-
-def test_token_types_may_be_left_out_of_a_packed_row():
-    """They follow from the token ids."""
-    docs = documents(GEMMA)
-    model = made(GEMMA)
-    patch_model(model)
-    lengths = [len(doc.ids) for doc in docs]
-    row = row_of(GEMMA, model, docs)
-    given = model(**row, packed_seq_lengths=lengths).logits
-    row.pop("token_type_ids")
-    derived = model(**row, packed_seq_lengths=lengths).logits
-    assert torch.equal(given, derived)
-
-
-def test_a_row_that_says_where_images_stand_need_not_say_how_they_see():
-    docs = documents(GEMMA)
-    model = made(GEMMA)
-    patch_model(model)
-    row = PackedRow.of_lengths(tuple(len(doc.ids) for doc in docs), torch.device(DEVICE))
-    right = model(**row_of(GEMMA, model, docs), packed_row=row).logits
-    visual = (torch.cat([doc.ids for doc in docs]) == IMAGE).nonzero()[:, 0].numpy()
-    for says in (False, True):
-        known = replace(row, visual=visual, both_ways=says, _built={})
-        assert torch.equal(model(**row_of(GEMMA, model, docs), packed_row=known).logits, right)
 
 
 def test_a_placeholder_may_have_no_embedding():
@@ -405,26 +339,3 @@ def test_a_batch_with_padding_in_front_is_let_through_with_masks_of_every_layer(
         positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, padding)
         types = torch.zeros_like(ids)
         model.model(input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=types)
-
-
-@pytest.mark.parametrize("bug", ["images that meet", "blocks of the first document"])
-def test_plain_transformers_mixes_the_documents_of_a_row(bug):
-    """What `verify` has to find. Images at the end and the beginning of documents see each other. On sliding
-    layers of transformers 5.23 later documents read the blocks of the first one."""
-    if bug == "images that meet":
-        docs = documents(GEMMA, [[2, (1, 1)], [(1, 1), 3]])
-    elif not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        pytest.skip(f"transformers {transformers.__version__} does not map blocks to positions in documents")
-    else:
-        docs = documents(GEMMA, [[1, (1, 1), 8], [12]])
-    model = made(GEMMA, torch.float64).eval()
-    positions = torch.cat([torch.arange(len(doc.ids)) for doc in docs])[None].to(DEVICE)
-    start = len(docs[0].ids)
-    with torch.no_grad():
-        row = row_of(GEMMA, model, docs)
-        plain = model(**row, position_ids=positions, use_cache=False).logits[0, start:]
-        alone = model(**row_of(GEMMA, model, docs[1:]), use_cache=False).logits[0]
-        patch_model(model)
-        ours = model(**row, packed_seq_lengths=[len(doc.ids) for doc in docs]).logits[0, start:]
-    assert error(plain, alone) > 1e-3
-    assert error(ours, alone) < 1e-6

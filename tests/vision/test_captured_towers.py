@@ -21,10 +21,8 @@ from unsloth_pack.cuda_graphs import tower as tower_graphs
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.step import StepGraphs
-from unsloth_pack.cuda_graphs.tower import Patches, PatchesForm, TowerGraphs
 from unsloth_pack.layers.vision import tower as vision_tower
 from unsloth_pack.layers.vision import variable_size_tower
-from unsloth_pack.packed_row.row import PackedRow
 
 ON_GPU = DEVICE != "cpu"
 ATTEND = vision_tower.attend
@@ -211,29 +209,6 @@ def test_what_is_not_captured_says_why(change, why, replays):
     assert not replays
 
 
-def test_a_tower_through_which_gradients_go_is_not_captured(replays):
-    model = patched("qwen3_vl", "aligner")
-    docs = documents("qwen3_vl")
-    for _ in range(4):
-        model(
-            **images_of("qwen3_vl", model, docs)[0],
-            input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
-            packed_seq_lengths=lengths_of(docs),
-        )
-    assert not replays
-
-
-def test_more_than_graphs_give_is_computed_without(replays):
-    model = patched("qwen3_vl")
-    for seed in range(4):
-        seen(model, ROWS[0], seed)
-    assert len(replays) == 2
-    with torch.no_grad():
-        out = tower_of(model)(*images(ROWS[0], 0), output_hidden_states=True)
-    assert len(out.hidden_states) >= 3
-    assert len(replays) == 2
-
-
 def test_weights_that_changed_are_read_and_other_weights_make_other_graphs(replays):
     models = pair("qwen2_5_vl")
     for seed in range(4):
@@ -328,22 +303,6 @@ def test_adapters_that_are_switched_off_are_seen(replays):
     assert len(replays) == 3
 
 
-def test_a_row_holds_only_in_a_form_of_its_dtype_and_segments():
-    pixels = torch.zeros(24, PIXELS)
-    rows = [PackedRow.of_lengths((24,), torch.device("cpu"))]
-    patches = Patches(pixels, {}, None, rows)
-    form = PatchesForm.of(patches)
-    assert form.n_patches == 64
-    assert form.holds(patches)
-    assert not form.holds(Patches(pixels.double(), {}, None, rows))
-    assert not form.holds(Patches(pixels, {}, None, rows * 2))
-
-
-def test_a_tower_without_a_gpu_says_why_it_is_never_captured():
-    graphs = TowerGraphs("CUDA graphs need CUDA")
-    assert str(graphs) == "not captured: CUDA graphs need CUDA"
-
-
 # Images that are a batch, or have sizes
 
 
@@ -358,21 +317,6 @@ def test_a_step_over_a_replayed_tower_of_batches_is_one_over_the_uncaptured_towe
     assert str(tower_of(models[0]).tower_graphs).startswith("captured for ")
     unit = "patches" if name == "mistral3" else "images"
     assert str(tower_of(models[0]).tower_graphs).endswith(unit)
-
-
-def test_a_form_holds_images_of_its_size_and_dtype_and_what_was_asked():
-    pixels = torch.zeros(5, 3, 16, 16)
-    form = PatchesForm.of(Patches(pixels))
-    assert form.n_patches == 5
-    assert form.holds(Patches(pixels[:3]))
-    for other in (
-        Patches(torch.zeros(6, 3, 16, 16)),
-        Patches(torch.zeros(5, 3, 8, 16)),
-        Patches(pixels.double()),
-        Patches(pixels, asked={"output_hidden_states": True}),
-    ):
-        assert not form.holds(other)
-    assert PatchesForm.of(Patches(torch.zeros(33, 3, 2, 2))).n_patches == 36
 
 
 @pytest.mark.parametrize("name", ["gemma3", "internvl"])

@@ -14,6 +14,7 @@ from image_models import (
     run_packed,
     tower_of,
 )
+from tables import table
 from test_wrappers import wrapped
 from tiny import error
 from transformers.models.pixtral import modeling_pixtral
@@ -88,16 +89,11 @@ REFUSED = {
         replaced("batch_num_images", lambda counts: counts.flip(0)),
         "batch_num_images is [2, 1]",
     ),
-    ("llava_onevision", "counts of floats"): (
-        replaced("batch_num_images", lambda counts: counts.float()),
-        "give whole numbers, as the model's processor makes them",
-    ),
     ("llava_onevision", "a size less"): (
         replaced("image_sizes", lambda sizes: sizes[:-1]),
         "pixel_values holds 3 images, image_sizes 2",
     ),
     ("mistral3", "no sizes"): (without("image_sizes"), "comes with images but no image_sizes"),
-    ("mistral3", "no pixels"): (without("pixel_values"), "comes with images but no pixel_values"),
     ("mistral3", "sizes of nothing"): (
         replaced("image_sizes", lambda sizes: sizes * 0),
         "give whole numbers, as the model's processor makes them",
@@ -110,14 +106,11 @@ REFUSED = {
         replaced("image_sizes", lambda sizes: sizes[[1, 0, 2]]),
         "document 0 of a row ends inside image 1",
     ),
-    ("mistral3", "pixels of a list"): (replaced("pixel_values", list), "pixel_values is list"),
     ("idefics3", "four dimensions"): (
         replaced("pixel_values", lambda pixels: pixels[0]),
         "give a tensor of 5 dimensions",
     ),
     ("idefics3", "zeros"): (_zeros, "an image of zeros counts as padding"),
-    ("idefics3", "a mask alone"): (without("pixel_values"), "comes with images but no pixel_values"),
-    ("idefics3", "a tile less"): (replaced("pixel_values", lambda pixels: pixels[:, 1:]), "a row holds"),
     ("internvl", "a tile less"): (replaced("pixel_values", lambda pixels: pixels[1:]), "a row holds"),
     ("internvl", "a document ends inside a tile"): (_cut, "document 0 of a row ends inside image 0"),
     ("internvl", "a boundary late"): (_shifted, "document 0 of a row ends inside image 2"),
@@ -126,7 +119,6 @@ REFUSED = {
         replaced("pixel_values", lambda pixels: pixels[:, :, :-4]),
         "pixel_values is [3, 3, 12, 16], the tower takes images of [16, 16]",
     ),
-    ("gemma3", "an image less"): (replaced("pixel_values", lambda pixels: pixels[1:]), "a row holds"),
     ("gemma3", "types of others"): (
         replaced("token_type_ids", lambda types: types.roll(1, 1)),
         "token_type_ids of token 1 does not fit its id",
@@ -134,15 +126,6 @@ REFUSED = {
     ("gemma3", "types without images"): (
         replaced("token_type_ids", lambda types: types * 0 + 1),
         "token_type_ids of token 0 does not fit its id",
-    ),
-    ("gemma3", "types of some"): (
-        replaced("token_type_ids", lambda types: types[:, 1:]),
-        "token_type_ids is no tensor of one number a token",
-    ),
-    ("gemma3", "a document ends inside an image"): (_cut, "document 0 of a row ends inside image 0"),
-    ("gemma3", "videos"): (
-        lambda row: row.update(pixel_values_videos=row["pixel_values"]),
-        "comes with pixel_values_videos; only images are packed, as pixel_values",
     ),
     ("internvl", "videos"): (
         lambda row: row.update(pixel_values_videos=row["pixel_values"]),
@@ -161,7 +144,7 @@ def test_counts_of_several_documents_without_boundaries_are_refused():
         model(**row_of("llava_onevision", model, docs))
 
 
-@pytest.mark.parametrize(("name", "case"), REFUSED)
+@table(("name", "case"), REFUSED)
 def test_refused(name, case):
     model, docs = patched(name), documents(name, SEVERAL)
     row = row_of(name, model, docs) | {"packed_seq_lengths": lengths_of(docs)}
