@@ -72,9 +72,7 @@ class Doubles(SFTTrainer):
     ("make", "packed", "is_default", "options"),
     [
         (runs.run_trainer, True, True, {}),
-        (runs.run_trainer, False, True, {"accumulation": 3}),
         (runs.run_trainer, True, False, {"accumulation": 3, "arch": "qwen3_moe"}),
-        (runs.run_trainer, True, False, {"loss_type": "dft"}),
         (runs.run_trainer, True, False, {"label_smoothing_factor": 0.1}),
         (runs.sft_trainer, True, True, {"accumulation": 3}),
         (runs.sft_trainer, False, True, {}),
@@ -241,14 +239,6 @@ def test_when_a_line_is_written(make, events, on_a_gpu, options, tmp_path):
         assert [line["step"] for line in saved["log_history"]] == [1, 2]
 
 
-@pytest.mark.parametrize("logging_steps", [1, 2])
-def test_a_run_that_is_stopped_has_its_last_line(logging_steps, tmp_path):
-    options = {"logging_steps": logging_steps, "eval_strategy": "no"}
-    with as_on_a_gpu():
-        runs.run_trainer(tmp_path, True, watch := Watch(), StopsAfter(3), **options).train()
-    assert watch.events[-1] == ("line", 3)
-
-
 @both_trainers
 def test_an_error_does_not_take_the_line_before_with_it(make, tmp_path):
     error = torch.OutOfMemoryError("CUDA out of memory")
@@ -258,14 +248,9 @@ def test_an_error_does_not_take_the_line_before_with_it(make, tmp_path):
             trainer.train()
         assert watch.events[-1] == ("line", 3)
         assert watch.events.count(("line", 3)) == n_trainings
-
-
-@both_trainers
-def test_a_device_that_has_failed_hides_no_error(make, tmp_path):
-    error = ValueError("the first one")
-    trainer = make(tmp_path, True, Watch(1, error), **EVERY_LINE)
     failed = patch.object(LogLine, "read", side_effect=RuntimeError("CUDA error: an illegal memory access"))
-    with failed, on_a_gpu_fails(error):
+    watch.fails_after = 1
+    with failed, on_a_gpu_fails(error):  # a device that has failed hides no error
         trainer.train()
 
 
@@ -298,20 +283,37 @@ def test_an_interrupt_while_the_numbers_are_awaited_loses_no_line(make, tmp_path
     assert watch.events == LATE[:3]
 
 
+@contextmanager
+def no_reads():
+    with counted_reads() as places:
+        yield
+    assert places == []
+
+
+@contextmanager
+def no_waits():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("forbidden", [no_reads, pytest.param(no_waits, marks=pytest.mark.gpu)])
 @both_trainers
-def test_no_number_is_read_while_a_line_is_made(make, tmp_path, monkeypatch):
+def test_no_number_is_read_while_a_line_is_made(make, forbidden, tmp_path, monkeypatch):
     """What reads the device would wait for the update just launched."""
-    places, init = [], LogLine.__init__
+    init = LogLine.__init__
 
     def watched(self, *args):
-        with counted_reads() as read:
+        with forbidden():
             init(self, *args)
-        places.extend(read)
 
     monkeypatch.setattr(LogLine, "__init__", watched)
+    trainer = make(tmp_path, False, watch := Watch(), max_steps=3, **EVERY_LINE)
     with as_on_a_gpu():
-        make(tmp_path, False, max_steps=3, **EVERY_LINE).train()
-    assert places == []
+        trainer.train()
+    assert watch.events == LATE
 
 
 def test_a_trainer_with_a_log_and_metrics_of_its_own(tmp_path):
@@ -376,21 +378,3 @@ def test_a_run_that_such_an_update_stops_is_saved_with_all_its_lines(tmp_path):
     with as_on_a_gpu():
         trainer.train()
     assert watch.events[-4:] == [("update", 3), ("line", 2), ("line", 3), ("save", 3)]
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_not_waited_for(tmp_path, monkeypatch):
-    init = LogLine.__init__
-
-    def watched(self, *args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            init(self, *args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(LogLine, "__init__", watched)
-    trainer = runs.run_trainer(tmp_path, True, watch := Watch(), max_steps=8, **EVERY_LINE)
-    trainer.train()
-    assert watch.events[:5] == LATE[:5]
-    assert [line["step"] for line in trainer.state.log_history if "loss" in line] == list(range(1, 9))

@@ -205,15 +205,6 @@ def test_a_gradient_in_parts_is_refused():
         loss.backward()
 
 
-def test_gradients_outside_a_step_stay():
-    model, optimizer = made()
-    train(model, optimizer, 1, in_backward=True)
-    before = copy.deepcopy(model.state_dict())
-    loss_of(model, 1).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
 # Masters on the host
 
 

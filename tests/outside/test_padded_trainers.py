@@ -7,45 +7,16 @@ import copy
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
-from outside_models import DEVICE, assert_close, fill_adapters
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainerCallback,
-)
-from trl.experimental import orpo
+from outside_models import assert_close
+from transformers import AutoTokenizer, TrainerCallback
+from trl_runs import adapted, logged, trainer_of
 
 from unsloth_pack import patch_model
 
 BOUND = 2e-6  # float32 has rounding of 1e-7; a token more or less moves a loss by 1e-2
-SIZES = [(3, 20), (12, 1), (1, 9), (9, 4), (2, 30), (5, 12), (20, 3), (1, 16)]
-PAIRS = [("ab" * n, "cd" * m, "ef" * (m // 2 + 1)) for n, m in SIZES]
-PREFERENCES = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
-COMPLETIONS = [{"prompt": p, "completion": c} for p, c, _ in PAIRS]
-LABELLED = [{**row, "label": place % 2 == 0} for place, row in enumerate(COMPLETIONS)]
-PROMPTS = [{"prompt": p} for p, _, _ in PAIRS]
-GENERATION = {"max_completion_length": 8, "num_generations": 2}
-
-
-def variety(completions, **_):
-    return [float(len(set(completion))) for completion in completions]
-
-
 GENERATING = ("GRPO", "RLOO")
-REWARDED = {"reward_funcs": variety}
-TRAINERS = {
-    "SFT": (COMPLETIONS, {"max_length": 64}, {}),
-    "DPO": (PREFERENCES, {"max_length": 64}, {}),
-    "KTO": (LABELLED, {"max_length": 64}, {}),
-    "ORPO": (PREFERENCES, {"max_length": 64}, {}),
-    "GRPO": (PROMPTS, GENERATION | {"beta": 0.1}, REWARDED),
-    "RLOO": (PROMPTS, GENERATION, REWARDED),
-    "Reward": (PREFERENCES, {"max_length": 64}, {}),
-}
+OPTIONS = {"GRPO": {"beta": 0.1}}
+TRAINERS = ("SFT", "DPO", "KTO", "ORPO", "Reward", *GENERATING)
 # Means over the logits of all places, padding too; and what a clock says
 NOT_COMPARED = ("logits/", "runtime", "per_second", "time")
 
@@ -53,17 +24,6 @@ NOT_COMPARED = ("logits/", "runtime", "per_second", "time")
 @pytest.fixture(scope="module")
 def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
-
-
-def adapted(folder, kind):
-    torch.manual_seed(0)
-    loader, task, options = AutoModelForCausalLM, "CAUSAL_LM", {"attn_implementation": "sdpa"}
-    if kind == "Reward":
-        loader, task, options["num_labels"] = AutoModelForSequenceClassification, "SEQ_CLS", 1
-    model = loader.from_pretrained(folder, dtype=torch.float32, **options).to(DEVICE)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=names, task_type=task))
-    return fill_adapters(model).double()
 
 
 class PaddedInFront:
@@ -110,23 +70,11 @@ class Watch(TrainerCallback):
 
 
 def run(kind, model, tokenizer, side, output):
-    rows, options, more = TRAINERS[kind]
-    home = orpo if kind == "ORPO" else trl
-    config = getattr(home, f"{kind}Config")(
-        output_dir=str(output), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-2, optim="sgd", max_grad_norm=0.0, report_to="none", save_strategy="no", bf16=False,
-        gradient_checkpointing=False, use_cpu=DEVICE == "cpu", disable_tqdm=True, logging_steps=1, seed=3,
-        **options,
-    )  # fmt: skip
     watch = Watch(model)
-    trainer = getattr(home, f"{kind}Trainer")(
-        model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        callbacks=[watch], **more,
-    )  # fmt: skip
+    trainer = trainer_of(kind, model, tokenizer, output, OPTIONS.get(kind, {}), callbacks=[watch])
     if side == "left":
         trainer.data_collator = PaddedInFront(trainer.data_collator)
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line], watch
+    return logged(trainer), watch
 
 
 @pytest.mark.parametrize(
@@ -137,7 +85,7 @@ def run(kind, model, tokenizer, side, output):
     ],
 )
 def test_trains_as_the_untouched_model_without_the_padding(kind, side, model_folder, tokenizer, tmp_path):
-    plain = adapted(model_folder, kind)
+    plain = adapted(model_folder, kind, torch.float64)
     patched = copy.deepcopy(plain)
     patch = patch_model(patched)
     expected, theirs = run(kind, plain, tokenizer, side, tmp_path / "plain")

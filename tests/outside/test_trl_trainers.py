@@ -1,4 +1,4 @@
-"""Every trainer of TRL trains a patched model as it trains the untouched one. Only SFTTrainer packs rows."""
+"""Trainers of TRL train a patched model as the untouched one; `test_padded_trainers.py` has more of them."""
 
 import copy
 import gc
@@ -6,44 +6,22 @@ from collections import Counter
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
-from outside_models import DEVICE, assert_close, fill_adapters
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from outside_models import DEVICE, assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_runs import adapted, logged, trainer_of
 
 from unsloth_pack import FastLanguageModel, patch_model
 
-PAIRS = [("ab" * size, "cd" * (9 - size), "ef" * (size + 2)) for size in range(1, 9)]
-PREFERENCES = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
-PROMPTS = [{"prompt": p} for p, _, _ in PAIRS]
-COMPLETIONS = [{"prompt": p, "completion": c} for p, c, _ in PAIRS]
-LABELLED = [{**row, "label": place % 2 == 0} for place, row in enumerate(COMPLETIONS)]
-
-
-def length_reward(completions, **_):
-    return [float(len(set(completion))) for completion in completions]
-
-
-GENERATION = {"max_completion_length": 6, "num_generations": 2}
+PACKED = {"packing": True, "padding_free": True}
 TRAINERS = {
-    "SFT": (COMPLETIONS, {"max_length": 64}, {}),
-    "SFT padding_free": (COMPLETIONS, {"max_length": None, "padding_free": True}, {}),
-    "SFT packed": (COMPLETIONS, {"max_length": 64, "packing": True, "padding_free": True}, {}),
-    "SFT packed, padded": (
-        COMPLETIONS,
-        {"max_length": 64, "packing": True, "padding_free": True, "pad_to_multiple_of": 48},
-        {},
-    ),
-    "SFT label smoothing": (COMPLETIONS, {"max_length": 64, "label_smoothing_factor": 0.1}, {}),
-    "SFT dft": (COMPLETIONS, {"max_length": 64, "loss_type": "dft"}, {}),
-    "DPO": (PREFERENCES, {"max_length": 64}, {}),
-    "DPO ipo": (PREFERENCES, {"max_length": 64, "loss_type": "ipo"}, {}),
-    "KTO": (LABELLED, {"max_length": 64}, {}),
-    "Reward": (PREFERENCES, {"max_length": 64}, {}),
-    "GRPO": (PROMPTS, GENERATION, {"reward_funcs": length_reward}),
-    "RLOO": (PROMPTS, GENERATION, {"reward_funcs": length_reward}),
-    "Distillation": (COMPLETIONS, {"max_completion_length": 6}, {}),
+    "SFT padding_free": {"max_length": None, "padding_free": True},
+    "SFT packed": PACKED,
+    "SFT packed, padded": PACKED | {"pad_to_multiple_of": 48},
+    "SFT label smoothing": {"label_smoothing_factor": 0.1},
+    "SFT dft": {"loss_type": "dft"},
+    "DPO ipo": {"loss_type": "ipo"},
+    "GRPO": {},
+    "Distillation": {"max_completion_length": 6},
 }
 
 
@@ -52,33 +30,12 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
-def adapted(folder, kind):
-    torch.manual_seed(0)
-    loader, task = AutoModelForCausalLM, "CAUSAL_LM"
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    if kind == "Reward":
-        loader, task, options["num_labels"] = AutoModelForSequenceClassification, "SEQ_CLS", 1
-    model = loader.from_pretrained(folder, **options).to(DEVICE)
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return fill_adapters(get_peft_model(model, LoraConfig(r=4, target_modules=names, task_type=task)))
-
-
 def run(name, model, tokenizer, folder, output):
-    kind = name.split()[0]
-    rows, options, more = TRAINERS[name]
+    kind, more = name.split()[0], {}
     if kind == "Distillation":
         teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        more = {"teacher_model": teacher.to(DEVICE)}
-    config = getattr(trl, f"{kind}Config")(
-        output_dir=str(output), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        learning_rate=1e-2, optim="sgd", report_to="none", save_strategy="no", gradient_checkpointing=False,
-        bf16=False, use_cpu=DEVICE == "cpu", disable_tqdm=True, logging_steps=1, seed=3, **options,
-    )  # fmt: skip
-    trainer = getattr(trl, f"{kind}Trainer")(
-        model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more
-    )
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line]
+        more["teacher_model"] = teacher.to(DEVICE)
+    return logged(trainer_of(kind, model, tokenizer, output, TRAINERS.get(name, {}), **more))
 
 
 @pytest.mark.parametrize("name", TRAINERS)

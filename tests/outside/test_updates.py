@@ -6,10 +6,7 @@ import one_update
 import pytest
 import torch
 from outside_models import assert_close
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 from warm import torchrun
 
 from unsloth_pack.cli import main
@@ -17,40 +14,18 @@ from unsloth_pack.cli import main
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def truth(model_folder):
-    """Untouched transformers, every document by itself."""
-    model, tokenizer = one_update.adapted(model_folder)
-    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    names = sorted({name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name})
-    plain = get_peft_model(plain, LoraConfig(r=4, lora_alpha=16, target_modules=names)).to(model.device)
-    plain.load_state_dict(model.state_dict())
-    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in one_update.TEXTS]
-    n_labels = sum(len(document) - 1 for document in documents)
-    for document in documents:
-        ids = torch.tensor([document], device=model.device)
-        logits = plain(input_ids=ids, use_cache=False).logits
-        (F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum") / n_labels).backward()
-    return {name: -p.grad.cpu() for name, p in plain.named_parameters() if p.requires_grad}
-
-
-def assert_same_update(update, truth):
-    assert update.keys() == truth.keys()
-    for name, gradient in truth.items():
-        assert_close(update[name], gradient, name, slack=1e-4)
-
-
-@pytest.mark.parametrize(("rows_a_batch", "accumulation"), [(1, 16), (2, 8), (4, 4), (16, 1)])
-def test_in_one_process(rows_a_batch, accumulation, truth, model_folder, tmp_path):
-    assert_same_update(one_update.train(model_folder, tmp_path, rows_a_batch, accumulation), truth)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need a GPU each, or none")
-def test_on_two_ranks(truth, model_folder, tmp_path):
-    """Their rows hold different numbers of tokens."""
+def test_on_two_ranks(model_folder, tmp_path):
+    """Their rows hold different numbers of tokens. `test_trainers.py` has the update of one process."""
     done = torchrun(2, model_folder, tmp_path, 1, 8, program=HERE / "one_update.py")
     assert done.returncode == 0, done.stderr
-    assert_same_update(load_file(tmp_path / "update.safetensors"), truth)
+    update, expected = (
+        load_file(tmp_path / "update.safetensors"),
+        one_update.train(model_folder, tmp_path, 4, 4),
+    )
+    assert update.keys() == expected.keys()
+    for name, step in expected.items():
+        assert_close(update[name], step, name, slack=1e-4)
 
 
 @pytest.mark.parametrize(
