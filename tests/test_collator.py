@@ -2,13 +2,10 @@
 
 import pickle
 
+import late_metrics_runs as runs
 import pytest
 import torch
-from datasets import Dataset
-from model_folder import byte_tokenizer
-from test_door import patched
 from tiny import DEVICE, random_documents
-from trainer_runs import arguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.host_copy import HostCopy
@@ -17,8 +14,7 @@ from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.deferred_logging import LogLine
 from unsloth_pack.patching.trainer_hooks import RowCollator
-from unsloth_pack.training.trainer import make_trainer
-from unsloth_pack.training.trl_setup import row_collator, sft_config
+from unsloth_pack.training.trl_setup import row_collator
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -58,20 +54,7 @@ def test_the_trainer_of_a_run_reads_nothing_back(workers, tmp_path, described, n
     """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
     entered, row_itself = [], describe._check_row
     monkeypatch.setattr(describe, "_check_row", lambda row, *a: entered.append(row) or row_itself(row, *a))
-    rows = Dataset.from_list([example(seed=seed) for seed in range(4)])
-    config = sft_config(
-        str(tmp_path),
-        padding_free=True,
-        dtype=torch.float32,
-        **{k: v for k, v in arguments(tmp_path).items() if k in ("optim", "max_grad_norm")},
-        max_steps=4,
-        per_device_train_batch_size=1,
-        dataloader_num_workers=workers,
-        report_to="none",
-        save_strategy="no",
-    )
-    model = patched()
-    make_trainer(model, byte_tokenizer(), config, rows, rows, []).train()
+    runs.run_trainer(tmp_path, True, max_steps=4, eval_strategy="no", dataloader_num_workers=workers).train()
     assert len(entered) == 4
     assert all(isinstance(row, PackedRow) for row in entered)
     assert described == []  # by a call: the collator has described them
@@ -97,37 +80,21 @@ def test_a_padded_batch_is_described_too():
 
 
 def test_the_trainer_of_a_run_reads_no_mask_back(tmp_path, monkeypatch):
-    """What comes to the host, beside what a log line says, is how many tokens have a label."""
+    """What comes to the host, beside the numbers of a log line, is how many tokens have a label."""
     sizes, start = [], HostCopy.__init__
     monkeypatch.setattr(HostCopy, "__init__", lambda self, x: sizes.append(x.numel()) or start(self, x))
-    make = LogLine.__init__
+    init = LogLine.__init__
 
     def unseen(*args):
         before = len(sizes)
-        make(*args)
+        init(*args)
         del sizes[before:]
 
     monkeypatch.setattr(LogLine, "__init__", unseen)
-    model, computed = patched(), []
-    layer = model.get_base_model().model.layers[0]
-    layer.register_forward_pre_hook(lambda module, args: computed.append(tuple(args[0].shape[:2])))
-    given = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
-    own = (
-        "output_dir",
-        "use_cpu",
-        "bf16",
-        "disable_tqdm",
-        "gradient_checkpointing",
-        "logging_nan_inf_filter",
-    )
-    config = sft_config(
-        str(tmp_path),
-        padding_free=False,
-        dtype=model.dtype,
-        **{name: value for name, value in given.items() if name not in own},
-    )
-    rows = Dataset.from_list(documents_alone())
-    trainer = make_trainer(model, byte_tokenizer(), config, rows, None, [])
+    trainer = runs.run_trainer(tmp_path, False, max_steps=3, eval_strategy="no", logging_steps=1)
+    computed = []
+    layer = trainer.model.get_base_model().model.layers[0]
+    layer.register_forward_pre_hook(lambda module, args: computed.append(args[0].shape[0]))
     trainer.train()
-    assert computed[-1] == (1, 36)
+    assert set(computed) == {1}
     assert set(sizes) <= {1}

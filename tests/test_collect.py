@@ -118,14 +118,6 @@ def test_what_cannot_be_collected_is_one_line_and_no_file(run, capsys, logs, mes
     assert [*out.parent.glob("*.json*")] == []
 
 
-def test_a_results_file_is_never_written_over(tmp_path, capsys):
-    out = tmp_path / "compare.json"
-    out.write_text("kept")
-    assert collect.main(["a.log", f"--json={out}"]) == 2
-    assert out.read_text() == "kept"
-    assert f"--json: {out} exists" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("document", tables(Comparison()), ids=lambda path: path.name)
 def test_the_documents_hold_the_tables_that_the_script_prints(document):
     table = tables(Comparison())[document]

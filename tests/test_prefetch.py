@@ -1,7 +1,5 @@
 """Trainers of patched models load the next batches while an update is computed, and see the same batches."""
 
-from dataclasses import replace
-
 import late_metrics_runs as runs
 import pytest
 import torch
@@ -139,15 +137,3 @@ def test_where_nothing_is_loaded_ahead(kind, tmp_path, monkeypatch):
     model = tiny_model("qwen3") if kind == "not patched" else patched
     Trainer(model, arguments, default_data_collator, dataset).train()
     assert numbers == ([1] if kind == "plain" else [])
-
-
-def test_the_trainer_of_a_run(tmp_path, monkeypatch):
-    """Its order of rows, its counts and its log are the same."""
-
-    def log_and_counts():
-        trainer = runs.run_trainer(tmp_path, True, accumulation=2)
-        return runs.logged(trainer), replace(trainer.trained, seconds=0)
-
-    early = log_and_counts()
-    without_prefetching(monkeypatch)
-    assert log_and_counts() == early

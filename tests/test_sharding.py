@@ -146,23 +146,3 @@ def test_what_shards_a_model(shard, how, mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
     shard(layers, mesh)
     assert modules.sharded_by(layers) == how
-
-
-def test_which_modules_gather_weights(mesh):
-    layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(2)))
-    group = nn.Sequential(layers, nn.Linear(4, 4, device=DEVICE))
-    assert not any(map(modules.is_managed_by_fsdp, group.modules()))
-    fully_shard(layers, mesh=mesh)
-    assert [*filter(modules.is_gathered_as_group, group.modules())] == [layers]
-    assert [*filter(modules.is_managed_by_fsdp, group.modules())] == [layers, *layers]
-    layers[0].weight.ds_id = 0
-    assert [*filter(modules.is_gathered_by_module, group.parameters())] == [layers[0].weight]
-
-
-def test_a_sharded_tensor_is_gathered(mesh):
-    values = torch.arange(4.0, device=DEVICE)
-    sharded_values = distribute_tensor(values, mesh, [Shard(0)])
-    assert isinstance(sharded_values, DTensor)
-    for whole in (modules.whole(sharded_values), modules.whole(values)):
-        assert type(whole) is torch.Tensor
-        assert torch.equal(whole, values)
