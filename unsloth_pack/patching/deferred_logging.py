@@ -92,11 +92,7 @@ def replaces_loss(trainer: "SFTTrainer") -> bool:
 def default_loss(
     trainer: "SFTTrainer", model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
 ) -> tuple[Tensor, ModelOutput]:
-    """Compute TRL's loss of a micro-batch; returns it with the model's output.
-
-    Args:
-        num_items: labels of the update, in all processes; None to divide by those of this micro-batch.
-    """
+    """Compute TRL's loss of a micro-batch, over `num_items` labels or its own; return the output too."""
     options = {"use_cache": False, "fused_lm_head": True}
     if trainer.aux_loss_enabled:  # of routed experts
         options["output_router_logits"] = True
@@ -127,9 +123,7 @@ def hand_over_metrics(trainer: "SFTTrainer") -> None:
 def put_metrics(trainer: "SFTTrainer", metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
     """Append the values of every micro-batch to TRL's metrics, and count the trainer's tokens.
 
-    Args:
-        sums: `[processes, micro-batches, 3 or 5]`, on the host; see `DeferredLogging.add_micro_batch`.
-        n_tokens: of these micro-batches, in this process.
+    `sums` are `[processes, micro-batches, 3 or 5]`, on the host; see `DeferredLogging.add_micro_batch`.
     """
     for n_labels, entropy, n_correct, *aux in sums.sum(dim=0).float():
         values = {"entropy": entropy / n_labels, "mean_token_accuracy": n_correct / n_labels}
@@ -240,11 +234,7 @@ class DeferredLogging:
         self._tokens = 0
 
     def log_update(self, trainer: "SFTTrainer", *numbers: Any) -> None:
-        """Write the line that waits; put off the line of the update just launched, if it may wait.
-
-        Args:
-            numbers: as `LogLine` takes them.
-        """
+        """Write the line that waits; put off the line of the update just launched, if it may wait."""
         self.write(trainer)
         control, state = trainer.control, trainer.state
         is_saved_or_last = (

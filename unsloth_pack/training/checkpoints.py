@@ -104,24 +104,17 @@ class WholeCheckpoints:
     """Saves checkpoints so that a kill or a full disk never leaves half of one.
 
     Beside the trainer's files, a checkpoint holds what has been trained on until then.
-
-    Attributes:
-        best: updates before the checkpoint that is to stay.
-        aside: where the trainer has to write in place of its folder, during a save.
     """
 
     def __init__(self, arguments: TrainingArguments, accelerator: Accelerator, counts: TokenCounts):
         self._arguments, self._accelerator, self._counts = arguments, accelerator, counts
-        self.best: int | None = None
-        self.aside: str | None = None
+        self.best: int | None = None  # updates before the checkpoint that is to stay
+        self.aside: str | None = None  # where the trainer has to write in place of its folder, during a save
 
     def save(self, folder: Path, step: int, write: Callable[[], None]) -> None:
-        """Save a checkpoint and remove the oldest beyond `save_total_limit`. Every process has to call this.
+        """Save a checkpoint after `step` updates, and remove the oldest beyond `save_total_limit`.
 
-        Args:
-            folder: of the run.
-            step: updates until now.
-            write: lets the trainer write its part into `aside`.
+        Every process has to call this. `write` lets the trainer write its part into `aside`.
 
         Raises:
             RunStopped: the disk is full, or something else cannot be saved.

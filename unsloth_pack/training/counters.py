@@ -26,18 +26,12 @@ Count = Tensor | int  # a tensor may be on the device, and is not read before so
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """What a run has trained on.
-
-    Args:
-        tokens: without padding.
-        slots: tokens and padding.
-        counted: tokens that the loss was a mean of.
-    """
+    """What a run has trained on."""
 
     seconds: float = 0.0
-    tokens: int = 0
-    slots: int = 0
-    counted: int = 0
+    tokens: int = 0  # without padding
+    slots: int = 0  # with padding
+    counted: int = 0  # that the loss was a mean of
 
 
 class TokenCounts:
@@ -79,11 +73,7 @@ class TokenCounts:
             self._before, self._started = replace(self._before, seconds=self._seconds()), None
 
     def add(self, batches: Sequence[dict[str, Any]], counted: Count | None, accelerator: Accelerator) -> None:
-        """Add the micro-batches of an update, in all processes.
-
-        Args:
-            counted: tokens that the loss will be a mean of, in all processes; None if that is not known.
-        """
+        """Add the micro-batches of an update, in all processes; `counted` is None where it is not known."""
         slots: Count = sum(batch["input_ids"].numel() for batch in batches)
         tokens: Count = sum(
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
@@ -179,14 +169,9 @@ class DocumentLosses:
         self._batches.append(_document_losses(outputs[0], inputs.get("position_ids")))
 
     def means(self, rows: Dataset, prefix: str) -> dict[str, float]:
-        """Two means over the evaluation of all ranks, which batching, packing and the ranks do not change.
+        """Return `{prefix}_loss`, a mean over tokens, and `{prefix}_sample_loss`, over means of documents.
 
-        Args:
-            rows: the data set that was evaluated.
-            prefix: of the metrics' names.
-
-        Returns:
-            `{prefix}_loss`, over all counted tokens, and `{prefix}_sample_loss`, over the documents' means.
+        They are over the evaluation of all ranks. Batching, packing and the ranks do not change them.
         """
         by_rank = gather_object([[batch.cpu() for batch in self._batches]])
         in_order = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
@@ -202,9 +187,7 @@ class DocumentLosses:
 def _document_losses(outputs: Any, position_ids: Tensor | None) -> Tensor:
     """`[2, documents]` float64: the summed loss and the counted tokens of every document of a batch.
 
-    Args:
-        outputs: of TRL's loss; `log_probs` and `label_mask` are `[B, T - 1]`.
-        position_ids: `[1, T]`, restarting at every document; None if each row is one document.
+    `log_probs` and `label_mask` are `[B, T - 1]`; position_ids `[1, T]`, or None if each row is one document.
     """
     per_token = torch.stack([-outputs.log_probs.double(), outputs.label_mask.double()])
     if position_ids is None:

@@ -84,12 +84,7 @@ class AveragedGradients:
         self._is_small = False
 
     def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Have DDP leave the gradients of a micro-batch to this process, as under `no_sync`.
-
-        Args:
-            model: as the trainer calls it.
-            optimizer: the trainer's, which accelerate may wrap.
-        """
+        """Have DDP, if it is the model, leave the gradients of a micro-batch alone, as under `no_sync`."""
         flat = _flat(optimizer)
         if flat is not self._optimizer:
             self._optimizer = flat

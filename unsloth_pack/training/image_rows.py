@@ -51,12 +51,7 @@ class ImageRowCollator:
         self.skip_broken = skip_broken
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch of some rows.
-
-        Raises:
-            UnreadableImage: an image cannot be decoded, or is not what it was when the rows were made.
-            InputError: the rows have other images than their tokens stand for.
-        """
+        """The batch of some rows; refuses images that changed, or that their tokens do not stand for."""
         ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         images: list[list[Any]] = []

@@ -28,34 +28,21 @@ _N_TOKENS_SHOWN = 12  # of a document, in a message
 
 @dataclass(frozen=True)
 class Culprit:
-    """A document whose loss or gradients alone are not finite.
+    """A document whose loss or gradients alone are not finite."""
 
-    Args:
-        row: of the training data.
-        document: its place in the row, from 0.
-        text: its beginning.
-    """
-
-    row: int
-    document: int
-    text: str
+    row: int  # of the training data
+    document: int  # its place in the row, from 0
+    text: str  # its beginning
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Describe an update that was left out, in one line.
+    """Describe an update that was left out, in one line."""
 
-    Args:
-        step: its number, from 1.
-        rows: of the training data.
-        culprits: None without a search.
-        searched: number of documents of these rows that were tried alone.
-    """
-
-    step: int
-    rows: list[int]
-    culprits: list[Culprit] | None
-    searched: int = 0
+    step: int  # its number, from 1
+    rows: list[int]  # of the training data
+    culprits: list[Culprit] | None  # None without a search
+    searched: int = 0  # documents of these rows that were tried alone
 
     @property
     def has_diverged(self) -> bool:
@@ -103,18 +90,12 @@ class NonFiniteUpdates:
     CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
     Where gradients are applied as they come, the weights before the first gradient that is not finite have
     been updated by then.
-
-    Attributes:
-        on_nonfinite: "stop" ends the run after such an update, with a checkpoint; "skip" goes on.
-        report: called with every update left out, if set.
-        stopped_by: the update that ended the run.
-        left_out: the number of updates left out.
     """
 
     def __init__(self) -> None:
-        self.on_nonfinite = "stop"
-        self.report: Callable[[NonFinite], None] | None = None
-        self.stopped_by: NonFinite | None = None
+        self.on_nonfinite = "stop"  # ends the run after such an update, with a checkpoint; "skip" goes on
+        self.report: Callable[[NonFinite], None] | None = None  # called with every update left out
+        self.stopped_by: NonFinite | None = None  # the update that ended the run
         self.left_out = 0
         self._losses: list[Tensor] = []  # of the micro-batches of this update
         self._verdicts: list[tuple[int, Tensor]] = []  # since the last log line: update, whether it is finite
@@ -219,18 +200,14 @@ def _is_finite(model: nn.Module, document: dict[str, list[int]]) -> bool:
 
 
 class RunLine(LogLine):
-    """A log line that knows the updates left out, and the tokens of all processes.
-
-    Attributes:
-        left_out: the updates left out; once it is read.
-    """
+    """A log line that knows the updates left out, and the tokens of all processes."""
 
     def __init__(self, trainer: "RunTrainer", *numbers: Any):
         super().__init__(trainer, *numbers)
         self._steps, finite = trainer.finite_updates.take_verdicts()
         self._finite = HostCopy(finite)
         self._all_tokens = copy_number(trainer.counts.tokens)
-        self.left_out: list[int] = []
+        self.left_out: list[int] = []  # once it is read
 
     def read(self, trainer: Any) -> dict[str, float]:
         logs, metrics = super().read(trainer), self._trl_metrics

@@ -174,12 +174,8 @@ def embedding_names(model: Any) -> set[str]:
 
 
 def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, Any]) -> None:
-    """Update a single parameter from its gradient. All others stay as they are, with their gradients.
-
-    Args:
-        optimizer: one that keeps nothing in its groups, but all in the state of each parameter.
-        settings: of the parameter's group.
-    """
+    """Update a single parameter, with the settings of its group, by an optimizer that has all its state in
+    that of each parameter. All others stay as they are, with their gradients."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**settings, "params": [parameter]}]
     try:
@@ -211,9 +207,6 @@ class InBackward:
     The optimizer stays an ordinary one: its state and its checkpoints are those of updates after the backward
     pass, and its own `step` finds nothing left to do. A parameter whose gradient, or one before it in the
     same backward pass, is not finite keeps its value, and after a loss that is not finite all of them do.
-
-    Args:
-        optimizer: of all that trains, not wrapped.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -328,9 +321,7 @@ class CpuMasterWeights(Optimizer):
     def send(self, parameter: Tensor, settings: Mapping[str, Any], is_bad: Tensor | None = None) -> None:
         """Take a parameter's gradient to the host, for the next `step`, and free it on the device.
 
-        Args:
-            settings: of the parameter's group.
-            is_bad: a bool on the device: whether `step` is to leave the parameter as it is.
+        `step` leaves the parameter as it is where `is_bad`, a bool on the device.
         """
         gradient, staged = parameter.grad, self._staged[parameter]
         assert gradient is not None

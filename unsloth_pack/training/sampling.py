@@ -38,10 +38,6 @@ def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
     Multiplications are counted: those of attention with the tokens that a token sees, half of its document on
     average, and those in the linear layers of the decoder and in the head. Layers with a window count like
     the others.
-
-    Args:
-        model: its decoder, with an adapter or without.
-        seq_lengths: document lengths of the packed rows.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -76,16 +72,7 @@ def vision_work(rows: Dataset, column: str, model: Any, make: ImageFamily) -> np
     """`[rows]` float64: the time of the tower for a row's images, in tokens of text of the same time.
 
     An estimate by multiplications: those of a patch in the linear layers of the tower and with the patches
-    that it attends to, by those of a token in the linear layers of the decoder.
-
-    Args:
-        rows: packed.
-        column: that holds their images.
-        model: its tower and decoder, with an adapter or without.
-        make: counts the patches of an image.
-
-    Returns:
-        None where no row has images.
+    that it attends to, by those of a token in the linear layers of the decoder. None where no row has images.
     """
     a_patch, an_attended = _work_of_a_patch(model)
     work, has_images = [], False

@@ -48,19 +48,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a stream stands after a row.
+    """Where a stream stands after a row."""
 
-    Args:
-        rows: that this process has given out.
-        place: between the source's rows.
-        tally: counts of the rows that were read.
-        packer: state of the `PackingStream`, with the documents that wait.
-    """
-
-    rows: int
-    place: Place
-    tally: SpanCounts
-    packer: Mapping[str, Any]
+    rows: int  # that this process has given out
+    place: Place  # between the source's rows
+    tally: SpanCounts  # of the rows that were read
+    packer: Mapping[str, Any]  # state of the `PackingStream`, with the documents that wait
 
     @property
     def packed(self) -> StreamCounts:
@@ -81,9 +74,6 @@ class RowStream(IterableDataset[dict[str, Any]]):
             training can stop at an update, on all processes at the same one. A loader of rows with images
             takes `decoders + 1` batches before they are trained on.
         decoders: threads that decode images, each those of a batch; 0 where no row has any.
-
-    Attributes:
-        error: why no rows will come after those that are ready; None as long as they will.
     """
 
     def __init__(
@@ -99,7 +89,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
     ):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
         self.decoders = decoders
-        self.error: InputError | None = None
+        self.error: InputError | None = None  # why no rows come after those that are ready
         self._packer = PackingStream(
             capacity,
             _BUFFER,
@@ -171,17 +161,12 @@ class RowStream(IterableDataset[dict[str, Any]]):
         save_file(tensors, checkpoint / state_file(self.share.number), {"stream": json.dumps(about)})
 
     def load(self, checkpoint: Path) -> None:
-        """Go on where a stream stood when it was saved.
-
-        Raises:
-            InputError: the file is missing, or from a stream of other arguments.
-        """
+        """Go on where a stream stood when it was saved, or refuse a file of a stream of other arguments."""
         path = checkpoint / state_file(self.share.number)
         try:
             with safe_open(path, "np") as file:
                 about = json.loads(file.metadata()["stream"])
-                names = file.keys()
-                tensors = {name: file.get_tensor(name) for name in names}
+                tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
             raise InputError(
                 f"{path}: the place in the stream cannot be read ({error}); resume from another checkpoint, "
@@ -217,11 +202,11 @@ class RowStream(IterableDataset[dict[str, Any]]):
             generator=torch.Generator(),  # the run's own random numbers are not drawn from
             **options,
         )
-        # Python waits for worker processes at its end, and these wait for work for as long as this is held
-        held = [iter(loader)]
-        atexit.register(stop := held.clear)
+        # Python waits for worker processes at its end, and these wait for work as long as this is referenced
+        batches = [iter(loader)]
+        atexit.register(stop := batches.clear)
         try:
-            while (block := next(held[0], None)) is not None:
+            while (block := next(batches[0], None)) is not None:
                 yield block
         except Exception as error:
             clear_frames(error.__traceback__)  # whoever keeps the error would keep the loader's processes
@@ -252,23 +237,15 @@ def state_file(process: int) -> str:
 
 @dataclass(frozen=True)
 class StreamTotals:
-    """What all processes have read of a stream, and have trained on.
+    """What all processes have read of a stream, and have trained on."""
 
-    Args:
-        ledger: of the rows that were read; lengths in it are rounded up by at most a 64th.
-        turns: passes over the data that every process has completed.
-        rows, documents, tokens: of the packed rows that were trained on.
-        waiting: documents that were read and not trained on.
-        read_of_parts: of each data set of a mixture, the rows and tokens that were read; empty for one.
-    """
-
-    ledger: TokenLedger
-    turns: int
-    rows: int
+    ledger: TokenLedger  # of the rows that were read; lengths in it are rounded up by at most a 64th
+    turns: int  # passes over the data that every process has completed
+    rows: int  # with their documents and tokens: packed rows that were trained on
     documents: int
     tokens: int
-    waiting: int
-    read_of_parts: tuple[tuple[int, int], ...] = ()
+    waiting: int  # documents that were read and not trained on
+    read_of_parts: tuple[tuple[int, int], ...] = ()  # rows and tokens of each data set of a mixture
 
 
 def totals(stream: RowStream, rows: int) -> StreamTotals:
@@ -317,16 +294,15 @@ def _begin_worker(number: int) -> None:
 def _as_bytes(images: list[list[dict[str, Any]]]) -> np.ndarray:
     """The images of each document, as Arrow writes a stream of its own."""
     table = pa.table([pa.array(images, image_field().type)], pa.schema([image_field()]))
-    held = pa.BufferOutputStream()
-    with pa.ipc.new_stream(held, table.schema) as writer:
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_stream(buffer, table.schema) as writer:
         writer.write_table(table)
-    return np.frombuffer(held.getvalue(), np.uint8)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
-def _of_bytes(held: np.ndarray) -> list[list[dict[str, Any]]]:
-    with pa.ipc.open_stream(pa.py_buffer(held)) as reader:
-        found: list[list[dict[str, Any]]] = reader.read_all()[IMAGES].to_pylist()
-    return found
+def _of_bytes(content: np.ndarray) -> list[list[dict[str, Any]]]:
+    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+        return reader.read_all()[IMAGES].to_pylist()
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -363,18 +339,18 @@ class _Decoded(IterableDataset[dict[str, Any]]):
             while True:
                 while stopped is None and len(waiting) <= self._stream.decoders:
                     try:
-                        batch = list(islice(rows, self._batch_size))
+                        some = list(islice(rows, self._batch_size))
                     except RunStopped as error:  # after the rows that are ready
                         stopped = error
                         break
-                    waiting.append(pool.submit(self._collate, batch))
+                    waiting.append(pool.submit(self._collate, some))
                 if stopped is not None and not waiting:
                     raise stopped
                 try:
-                    made = waiting.popleft().result()
+                    batch = waiting.popleft().result()
                 except InputError as error:
                     raise RunStopped(str(error)) from error
-                yield made
+                yield batch
         finally:
             pool.shutdown(cancel_futures=True)
             rows.close()  # else an error that is held on to would hold the processes that read
