@@ -66,7 +66,7 @@ def train(original: Callable[..., Any], trainer: "SFTTrainer", *args: object, **
         return original(trainer, *args, **kwargs)
 
 
-def is_patched(model: Any) -> bool:
+def is_patched(model: object) -> bool:
     """Whether a causal language model, with or without an adapter of PEFT, is patched."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()

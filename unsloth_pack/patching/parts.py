@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import Gate
@@ -32,22 +34,22 @@ class DecoderParts:
     """The modules, before any class is swapped."""
 
     # each with its kind and how it computes, including copies for `modules_to_save`
-    mixers: list[tuple[Mixer, Any, Choice]]
+    mixers: list[tuple[Mixer, nn.Module, Choice]]
     norms: list[nn.Module]  # those with a weight
     # each with its layer's number, and its projections if it can be fused; including shared experts
-    mlps: list[tuple[int, Any, GatedProjections | None]]
+    mlps: list[tuple[int, nn.Module, GatedProjections | None]]
     activations: list[nn.Module]  # those of MLPs without a gate that have a kernel
     # stacked experts, each with its layer's number, and its gate if it can be fused
     experts: list[tuple[int, Any, Gate | None]]
     loras: list[Any]  # LoRA layers on linear layers
-    expert_loras: list[Any]  # LoRA layers on stacked experts
+    expert_loras: list[nn.Module]  # LoRA layers on stacked experts
     other_loras: list[Any]  # those in 8 bits, or on other parameters
 
     @classmethod
     def from_decoder(cls, decoder: Any, spec: ArchSpec, choices: Sequence[Choice]) -> "DecoderParts":
         """List the parts of a decoder; `choices` are in the order of `mixers_by_layer`."""
         by_layer = mixers_by_layer(decoder, spec)
-        modules: list[Any] = list(decoder.modules())
+        modules: list[nn.Module] = list(decoder.modules())
         mlps = _mlps_by_layer(decoder, spec, {id(module) for _, module in by_layer})
         norm_kind = _own_kind(getattr(decoder, spec.name("norm")))
         plain = (module for _, mlp, projections in mlps if projections is None for module in mlp.modules())
@@ -75,7 +77,7 @@ class DecoderParts:
             ],
         )
 
-    def list_replaced(self) -> list[Any]:
+    def list_replaced(self) -> list[nn.Module]:
         """Return the modules that get a forward with the same result, attention and adapters aside."""
         mlps = [mlp for _, mlp, projections in self.mlps if projections is not None]
         experts = [experts for _, experts, gate in self.experts if gate is not None]
@@ -88,7 +90,7 @@ class DecoderParts:
             return "routed experts that are not fused depend on the tokens"
         return next(filter(None, (why_reads_host(experts) for _, experts, _ in self.experts)), None)
 
-    def count_gate_features(self, config: Any) -> list[int]:
+    def count_gate_features(self, config: PretrainedConfig) -> list[int]:
         """Return the features of gate for a token, in every fused module."""
         in_mlps = [
             projections.count_features(mlp) for _, mlp, projections in self.mlps if projections is not None
@@ -99,7 +101,7 @@ class DecoderParts:
         ]
 
 
-def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
+def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, nn.Module]]:
     """Return the mixers of each layer with their modules; some layers have none."""
     pairs = [
         (MIXERS[name], layer)
@@ -111,13 +113,15 @@ def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
 
 def _mlps_by_layer(
     decoder: Any, spec: ArchSpec, mixers: set[int]
-) -> list[tuple[int, Any, GatedProjections | None]]:
+) -> list[tuple[int, nn.Module, GatedProjections | None]]:
     """Return the MLPs, each with its layer's number; a mixer may stand in the place of an MLP."""
     mlps = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
     return [one for number, mlp in mlps if id(mlp) not in mixers for one in _mlps(number, mlp, spec)]
 
 
-def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, GatedProjections | None]]:
+def _mlps(
+    number: int, mlp: nn.Module, spec: ArchSpec
+) -> list[tuple[int, nn.Module, GatedProjections | None]]:
     """Return the MLP of a layer, or the gated ones beside its routed experts."""
     projections = find_gated_projections(mlp, spec)
     if projections is not None or not any(map(is_experts, mlp.modules())):
@@ -138,10 +142,10 @@ def _own_kind(one: nn.Module) -> type[nn.Module]:
     return type(own.get_base_layer() if isinstance(own, BaseTunerLayer) else own)
 
 
-def refuse_adapters(configs: Mapping[str, Any]) -> None:
+def refuse_adapters(configs: Mapping[str, PeftConfig]) -> None:
     """Refuse adapters that would mix documents, by their names and PEFT's settings."""
     for name, config in configs.items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
         why = _LOOK_AT_ROWS.get(kind)
         if getattr(config, "is_prompt_learning", False):
             why = "its virtual tokens shift the documents"
@@ -156,7 +160,7 @@ def refuse_adapters(configs: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_leaks(model: Any, decoder: Any) -> None:
+def refuse_leaks(model: nn.Module, decoder: PreTrainedModel) -> None:
     """Refuse adapters and options that would mix documents."""
     refuse_adapters(getattr(model, "peft_config", {}))
     bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
@@ -211,29 +215,29 @@ def refuse_unknown_parts(mixer: Mixer, mixer_module: nn.Module, spec: ArchSpec) 
 
 def init_peft_model(
     original: Callable[..., None],
-    peft_model: Any,
-    model: Any,
-    peft_config: Any,
+    peft_model: PeftModel,
+    model: nn.Module,
+    peft_config: PeftConfig,
     adapter_name: str = "default",
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     _refuse_if_patched(model, adapter_name, peft_config)
     original(peft_model, model, peft_config, adapter_name, *args, **kwargs)
 
 
 def add_adapter(
-    original: Callable[..., Any],
-    peft_model: Any,
+    original: Callable[..., None],
+    peft_model: PeftModel,
     adapter_name: str,
-    peft_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    peft_config: PeftConfig,
+    *args: object,
+    **kwargs: object,
+) -> None:
     _refuse_if_patched(peft_model, adapter_name, peft_config)
-    return original(peft_model, adapter_name, peft_config, *args, **kwargs)
+    original(peft_model, adapter_name, peft_config, *args, **kwargs)
 
 
-def _refuse_if_patched(model: nn.Module, adapter_name: str, peft_config: Any) -> None:
+def _refuse_if_patched(model: nn.Module, adapter_name: str, peft_config: PeftConfig) -> None:
     if has_fast_decoder(model):
         refuse_adapters({adapter_name: peft_config})

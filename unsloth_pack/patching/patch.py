@@ -83,12 +83,12 @@ def subclass(fast: type, original: type) -> type:
     Calling the class builds a plain `original`: the forward needs attributes that only a patch sets.
     """
 
-    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+    def new(kind: type, *args: object, **kwargs: object) -> object:
         if not args and not kwargs:  # pickles and torch's replicas pass no arguments
             return object.__new__(kind)
         return original(*map(_restore_config, args), **kwargs)
 
-    names: dict[str, Any] = {
+    names: dict[str, object] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
     kind = type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
@@ -96,7 +96,7 @@ def subclass(fast: type, original: type) -> type:
     return kind
 
 
-def _restore_config(argument: Any) -> Any:
+def _restore_config(argument: Any) -> object:
     """Undo a patched model's "sdpa" in its configuration, which its own class may not take."""
     if getattr(argument, "_attn_implementation", None) == "sdpa":
         argument = copy.deepcopy(argument)
@@ -104,12 +104,12 @@ def _restore_config(argument: Any) -> Any:
     return argument
 
 
-def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle by the class's bases: it cannot be imported by its name."""
     return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
 
 
-def _new(fast: type, original: type) -> Any:
+def _new(fast: type, original: type) -> object:
     kind: Any = subclass(fast, original)
     return kind.__new__(kind)
 
@@ -158,7 +158,7 @@ class Patch:
             report_padding(self._report, self.unpadding)
         return self._report
 
-    def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
+    def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: object) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes.
 
         Args:
@@ -207,7 +207,7 @@ class Patch:
         self._uninstall_hooks = finalize(self, HOOKS.uninstall)
         self._uninstall_hooks.atexit = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """A copy of a patched model is patched, too."""
         self.__dict__.update(state)
         self.install_hooks()

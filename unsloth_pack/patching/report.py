@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
 from unsloth_pack.layers.forward_slot import read_trl_head
@@ -43,7 +46,9 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def build_report(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
+def build_report(
+    spec: ArchSpec, base: PreTrainedModel, parts: DecoderParts, choices: Sequence[Choice]
+) -> PatchReport:
     """Report what patching these parts does; `report_step` adds whether steps are captured."""
     decoder = base.get_decoder()
     on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
@@ -98,7 +103,7 @@ def record(report: PatchReport, kind: str, fused: str | None, not_fused: str | N
             entries.pop(kind, None)
 
 
-def report_loss(report: PatchReport, model: Any) -> None:
+def report_loss(report: PatchReport, model: nn.Module) -> None:
     """Report whether the loss of a causal language model is fused with its head."""
     if (why := why_loss_not_fused(model)) is None:
         record(report, "loss", "with the head, for tokens that have a label", None)

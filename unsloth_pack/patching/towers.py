@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
 from unsloth_pack.attention.backends import choose_backend_for_other_keys, why_not_captured
@@ -32,7 +33,9 @@ from unsloth_pack.patching.report import PatchReport, record, report_tower
 Swap = Callable[..., None]  # Patch.swap
 
 
-def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, backend: str) -> None:
+def swap_tower(
+    swap: Swap, report: PatchReport, base: PreTrainedModel, spec: VisionSpec, backend: str
+) -> None:
     """Swap the classes of the tower of `base`, and report how it attends; `backend` may be "auto"."""
     tower = base.base_model.get_submodule(spec.tower)
     {"grids": _swap_for_grids, "sizes": _swap_for_sizes, "batch": _swap_for_batch}[spec.attends](
@@ -108,13 +111,13 @@ def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
     report_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch", graphs)
 
 
-def _dropout(tower: Any) -> str | None:
+def _dropout(tower: nn.Module) -> str | None:
     """Return what attention drops at random without a module of its own, or None."""
     p = getattr(tower.config, "attention_dropout", 0)
     return f"attention_dropout is {p}" if p else None
 
 
-def _choose_backend(attention: Any, weight: Any, requested: str) -> tuple[str, str, TowerGraphs]:
+def _choose_backend(attention: Any, weight: Tensor, requested: str) -> tuple[str, str, TowerGraphs]:
     """Choose a tower's attention backend, else another than requested; say why, and start its graphs."""
     options = AttentionOptions(attention.scaling, causal=False)
     need = AttentionNeed(weight.device.type, weight.dtype, attention.head_dim, options)

@@ -63,7 +63,7 @@ class RowCollator:
     def __init__(self, collate: Collate):
         self.collate = collate
 
-    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+    def __call__(self, examples: list[object]) -> dict[str, Any]:
         batch = dict(self.collate(examples))
         if "position_ids" not in batch:
             return batch | _describe_padding(batch)
@@ -153,15 +153,15 @@ def _document_lengths(collate: Collate, row: Mapping[str, Any]) -> list[int] | N
 class PrefetchIterator:
     """An iterator that can load items before they are asked for."""
 
-    def __init__(self, batches: Iterator[Any]):
+    def __init__(self, batches: Iterator[object]):
         self._batches = batches
-        self._loaded: deque[Any] = deque()
+        self._loaded: deque[object] = deque()
         self._error: Exception | None = None  # of the item after those loaded
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._loaded:
             return self._loaded.popleft()
         if self._error is not None:
@@ -178,7 +178,7 @@ class PrefetchIterator:
             self._error = error
 
 
-def _is_safe_to_read_early(dataset: Any) -> bool:
+def _is_safe_to_read_early(dataset: object) -> bool:
     """Whether reading a row has no side effect: a data set of a user's may depend on the training so far."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset):
@@ -228,7 +228,7 @@ class PatchedTraining(TrainerCallback):
         if loader.num_workers == 0 and _is_safe_to_read_early(loader.dataset):
             iterate = loader.__iter__
 
-            def begin_epoch() -> Iterator[Any]:
+            def begin_epoch() -> Iterator[object]:
                 self._batches = PrefetchIterator(iterate())
                 return self._batches
 
@@ -260,14 +260,19 @@ def create_optimizer(
     return optimizer
 
 
-def clip_grad_norm(original: Callable[..., Any], trainer: Trainer, model: nn.Module) -> Any:
+def clip_grad_norm(
+    original: Callable[..., Tensor | float], trainer: Trainer, model: nn.Module
+) -> Tensor | float:
     norm = _clip_flat(trainer, trainer.args.max_grad_norm)
     return original(trainer, model) if norm is None else norm
 
 
 def get_grad_norm(
-    original: Callable[..., Any], trainer: Trainer, model: nn.Module, grad_norm: Tensor | float | None = None
-) -> Any:
+    original: Callable[..., Tensor | float | None],
+    trainer: Trainer,
+    model: nn.Module,
+    grad_norm: Tensor | float | None = None,
+) -> Tensor | float | None:
     if grad_norm is None:
         grad_norm = _clip_flat(trainer, inf)  # clips nothing
     return original(trainer, model, grad_norm=grad_norm)

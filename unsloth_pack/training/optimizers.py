@@ -173,7 +173,7 @@ def embedding_names(model: Any) -> set[str]:
 # Updates of single parameters
 
 
-def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, Any]) -> None:
+def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, object]) -> None:
     """Update a single parameter, with the settings of its group, by an optimizer that has all its state in
     that of each parameter. All others stay as they are, with their gradients."""
     groups = optimizer.param_groups
@@ -279,7 +279,7 @@ class _Sent(NamedTuple):
     """A gradient on its way to the host, with the settings of its group at that time."""
 
     parameter: Tensor
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     is_bad: Tensor | None
     arrived: torch.cuda.Event | None
 
@@ -318,7 +318,7 @@ class CpuMasterWeights(Optimizer):
         )
         return master
 
-    def send(self, parameter: Tensor, settings: Mapping[str, Any], is_bad: Tensor | None = None) -> None:
+    def send(self, parameter: Tensor, settings: Mapping[str, object], is_bad: Tensor | None = None) -> None:
         """Take a parameter's gradient to the host, for the next `step`, and free it on the device.
 
         `step` leaves the parameter as it is where `is_bad`, a bool on the device.
@@ -406,5 +406,5 @@ class CpuMasterWeights(Optimizer):
             group |= _without(loaded, "params")
 
 
-def _without(settings: Mapping[str, Any], name: str) -> Settings:
+def _without(settings: Mapping[str, object], name: str) -> Settings:
     return {key: value for key, value in settings.items() if key != name}

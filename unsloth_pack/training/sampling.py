@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import DOCUMENT
@@ -32,7 +32,7 @@ _FORWARD, _FORWARD_AND_BACKWARD = 1, 2  # passes of a tower; a frozen one needs 
 _N_ROWS = 1000  # looked at at a time
 
 
-def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
+def attention_share(model: PreTrainedModel, seq_lengths: Sequence[Sequence[int]]) -> float:
     """The share of an average row's time, 0 to 1, as `PackedSampler` takes it.
 
     Multiplications are counted: those of attention with the tokens that a token sees, half of its document on
@@ -55,7 +55,7 @@ def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
     return of_attention / (of_attention + of_weights) if of_attention else 0.0
 
 
-def _weights_of_a_token(model: Any) -> Iterator[tuple[str, float, bool]]:
+def _weights_of_a_token(model: PreTrainedModel) -> Iterator[tuple[str, float, bool]]:
     """Yield the part, the number and whether they train of the weights that each token is multiplied by."""
     parts = VisionParts.locate(model) if hasattr(model.config, "vision_config") else None
     for path, module in model.named_modules():
@@ -68,7 +68,7 @@ def _weights_of_a_token(model: Any) -> Iterator[tuple[str, float, bool]]:
             yield "decoder", weight.numel() * n_chosen / len(weight), weight.requires_grad
 
 
-def vision_work(rows: Dataset, column: str, model: Any, make: ImageFamily) -> np.ndarray | None:
+def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageFamily) -> np.ndarray | None:
     """`[rows]` float64: the time of the tower for a row's images, in tokens of text of the same time.
 
     An estimate by multiplications: those of a patch in the linear layers of the tower and with the patches
@@ -92,7 +92,7 @@ def vision_work(rows: Dataset, column: str, model: Any, make: ImageFamily) -> np
     return np.concatenate(work) if has_images else None
 
 
-def _work_of_a_patch(model: Any) -> tuple[float, float]:
+def _work_of_a_patch(model: PreTrainedModel) -> tuple[float, float]:
     """The work on a patch, by that on a token: in linear layers, and for each patch that it attends to."""
     parts, config, weights = VisionParts.locate(model), model.config.vision_config, Counter[str]()
     for part, n, _ in _weights_of_a_token(model):
@@ -110,7 +110,10 @@ def _work_of_a_patch(model: Any) -> tuple[float, float]:
 
 
 def packed_sampler(
-    rows: Any, arguments: TrainingArguments, model: nn.Module, image_rows: ImageRowCollator | None = None
+    rows: Any,
+    arguments: TrainingArguments,
+    model: PreTrainedModel,
+    image_rows: ImageRowCollator | None = None,
 ) -> PackedSampler | None:
     """Deal out these rows to the ranks; None if they are not packed, and have no `seq_lengths`."""
     if "seq_lengths" not in rows.column_names:

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -39,6 +39,7 @@ from unsloth_pack.packing import PackingStream, StreamCounts
 from unsloth_pack.training.checkpoints import STREAM_FILES
 from unsloth_pack.training.image_rows import COLUMN
 
+Collate = Callable[[list[Any]], dict[str, Any]]
 _COLUMNS = ("input_ids", "labels")
 _BUFFER = 2048  # documents that are planned together, unless they have more tokens than
 _BUFFER_TOKENS, _BUFFER_ROWS = 1 << 20, 16  # so many, or so many rows
@@ -225,7 +226,7 @@ class EpochOfStream(TrainerCallback):
     """The share of the updates that are done, where a trainer that goes on would begin to count anew."""
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         state.epoch = state.global_step / state.max_steps
 
@@ -280,7 +281,7 @@ class _Blocks(IterableDataset[DocumentBlock]):
         return self._documents.blocks(self._place, self._share, number, of)
 
 
-def as_it_is(block: Any) -> Any:
+def as_it_is(block: object) -> object:
     """For loaders of what is made already."""
     return block
 
@@ -328,7 +329,7 @@ def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
 class _Decoded(IterableDataset[dict[str, Any]]):
     """Batches of rows with images. Each thread decodes one of the next while one is trained on."""
 
-    def __init__(self, stream: RowStream, batch_size: int, collate: Any):
+    def __init__(self, stream: RowStream, batch_size: int, collate: Collate):
         self._stream, self._batch_size, self._collate = stream, batch_size, collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -357,8 +358,12 @@ class _Decoded(IterableDataset[dict[str, Any]]):
 
 
 def loader_of(
-    stream: RowStream, batch_size: int, collate: Any, device: torch.device, pin_memory: bool
-) -> Any:
+    stream: RowStream,
+    batch_size: int,
+    collate: Collate,
+    device: torch.device,
+    pin_memory: bool,
+) -> DataLoader:
     """The loader of a stream's rows, which no trainer deals out once more."""
     rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
     loader = DataLoader(

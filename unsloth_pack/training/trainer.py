@@ -149,7 +149,7 @@ class RunTrainer(SFTTrainer):
         super().create_accelerator_and_postprocess()
         use_fsdp_on_a_cpu(self)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> object:
         try:
             prepared = super()._prepare_for_training(*args, **kwargs)
         except ValueError as error:
@@ -252,7 +252,7 @@ class RunTrainer(SFTTrainer):
         self._average_gradients()
         return self.finite_updates.judge(self, super()._clip_grad_norm(model))
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
         self._average_gradients()
@@ -280,13 +280,15 @@ class RunTrainer(SFTTrainer):
         output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
         return output
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *_: object, **__: object
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with self._document_losses.noted(model, inputs):
             return super().prediction_step(model, inputs, prediction_loss_only=True)
 
     # Saving
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         write = super()._save_checkpoint
         folder, step = Path(super()._get_output_dir(trial)), self.state.global_step
 
@@ -299,7 +301,7 @@ class RunTrainer(SFTTrainer):
         self.checkpoints.best = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.checkpoints.save(folder, step, write_all)
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+    def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         if self._delayed is not None and self._delayed.is_early(self.state):  # no checkpoint will be there
             return False
         return super()._determine_best_metric(metrics, trial)
@@ -310,7 +312,7 @@ class RunTrainer(SFTTrainer):
             self.state.best_model_checkpoint = str(best)
             super()._load_best_model()
 
-    def _get_output_dir(self, trial: Any = None) -> str:
+    def _get_output_dir(self, trial: object = None) -> str:
         return self.checkpoints.aside or super()._get_output_dir(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
