@@ -20,7 +20,6 @@ from unsloth_pack.attention import (
     backends,
     choose_backend,
     flash,
-    triton_varlen,
     why_unavailable,
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
@@ -256,24 +255,29 @@ def test_triton_fills_a_static_row(interpreted):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "options", "why"),
+    ("name", "capability", "dtype", "head_dim", "options", "why"),
     [
-        (torch.float64, 64, {}, "float16, bfloat16 and float32, not torch.float64"),
-        (torch.bfloat16, 264, {}, "at most 256, not 264"),
-        (torch.bfloat16, 64, {"dropout": 0.1}, "no attention dropout"),
-        (torch.bfloat16, 256, {"softcap": 2.0}, None),
+        ("triton", (8, 0), torch.float64, 64, {}, "float16, bfloat16 and float32, not torch.float64"),
+        ("triton", (8, 0), torch.bfloat16, 264, {}, "at most 256, not 264"),
+        ("triton", (8, 0), torch.bfloat16, 64, {"dropout": 0.1}, "no attention dropout"),
+        ("triton", (7, 5), torch.bfloat16, 64, {}, "needs compute capability 8.0"),
+        ("triton", (8, 0), torch.bfloat16, 256, {"softcap": 2.0}, None),
+        ("flash", (8, 0), torch.float16, 256, {}, None),
+        ("flash", (9, 0), torch.float32, 64, {}, "float16 and bfloat16, not torch.float32"),
+        ("flash", (9, 0), torch.float16, 60, {}, "multiple of 8 up to 256, not 60"),
+        ("flash", (7, 5), torch.bfloat16, 64, {}, r"needs compute capability 8.0, this GPU has \(7, 5\)"),
+        ("xformers", (9, 0), torch.bfloat16, 64, {"softcap": 2.0}, "no softcap"),
+        ("xformers", (9, 0), torch.bfloat16, 64, {}, "xformers does not import .*; pip install xformers"),
     ],
 )
-def test_triton_says_what_it_cannot_serve(dtype, head_dim, options, why, monkeypatch):
-    capability = [(8, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+def test_backends_say_what_they_cannot_serve(
+    name, capability, dtype, head_dim, options, why, kernels, monkeypatch
+):
+    kernels[0] = capability
+    monkeypatch.setitem(sys.modules, "xformers", None)
     need = AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1, **options))
-    found = triton_varlen.why_unavailable(need)
-    assert found is None if why is None else why in found
-    capability[0] = (7, 5)
-    assert why or "needs compute capability 8.0" in triton_varlen.why_unavailable(need)
-    monkeypatch.setattr("unsloth_pack.kernels.launch.triton", None)
-    assert "pip install triton" in triton_varlen.why_unavailable(need)
+    found = BACKENDS[name].why_unavailable(need)
+    assert found is None if why is None else re.search(why, found)
 
 
 @pytest.mark.parametrize(
@@ -469,37 +473,6 @@ def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
         need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1, **options))
         assert flash.why_unavailable(need) == f"new has no {missing}; install flash-attn"
         assert flash.kernel_name(need) is None
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "capability", "why"),
-    [
-        (256, torch.float16, (8, 0), None),
-        (64, torch.float32, (9, 0), "float16 and bfloat16, not torch.float32"),
-        (60, torch.float16, (9, 0), "multiple of 8 up to 256, not 60"),
-        (264, torch.float16, (9, 0), "multiple of 8 up to 256, not 264"),
-        (64, torch.bfloat16, (7, 5), r"needs compute capability 8.0, this GPU has \(7, 5\)"),
-    ],
-)
-def test_flash_says_what_it_cannot_serve(kernels, head_dim, dtype, capability, why):
-    kernels[0] = capability
-    found = flash.why_unavailable(AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1)))
-    assert found is None if why is None else re.search(why, found)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "softcap", "why"),
-    [
-        ("cpu", torch.bfloat16, None, "needs CUDA, the model is on cpu"),
-        ("cuda", torch.float32, None, "float16 and bfloat16, not torch.float32"),
-        ("cuda", torch.bfloat16, 2.0, "no softcap"),
-        ("cuda", torch.bfloat16, None, "xformers does not import .*; pip install xformers"),
-    ],
-)
-def test_xformers_says_what_it_cannot_serve(device, dtype, softcap, why, monkeypatch):
-    monkeypatch.setitem(sys.modules, "xformers", None)
-    need = AttentionNeed(device, dtype, 64, AttentionOptions(0.1, softcap=softcap))
-    assert re.search(why, flash.why_no_xformers(need))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

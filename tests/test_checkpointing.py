@@ -183,15 +183,6 @@ def plan():
     return RecomputePlan(tiny_model("llama", torch.bfloat16, "cpu").get_decoder())
 
 
-def test_everything_is_kept_where_it_fits_and_nothing_where_it_does_not(monkeypatch, plan):
-    FakeGpu(monkeypatch, free=10**9)
-    plan.decide(1000, torch.device("cuda"))
-    assert plan.n_recomputed == 0
-    FakeGpu(monkeypatch, free=10**5)
-    plan.decide(1000, torch.device("cuda"))
-    assert plan.n_recomputed == plan.n_layers
-
-
 @pytest.mark.parametrize(("layer_bytes", "beside"), [(500, 2000), (5000, 100), (900, 50_000)])
 def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
     plan.n_layers = 40
@@ -274,12 +265,6 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
     assert tried == [0, 1]
     assert hooked == ["before", "after"]  # once, though the layers ran twice
     assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
-    tried.clear()
-    embeddings = model.get_input_embeddings()(torch.cat(documents)[None].to(DEVICE)).detach()
-    run = model(inputs_embeds=embeddings, packed_seq_lengths=LENGTHS, output_hidden_states=True)
-    assert torch.equal(run.hidden_states[0], embeddings)
-    assert len(run.hidden_states) == 3
-    assert tried == [0, 1]
     model.eval()
     with torch.no_grad():
         run = model(input_ids=torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=LENGTHS)
@@ -305,23 +290,3 @@ def test_a_forward_that_runs_out_of_memory_is_tried_again(monkeypatch):
     got = run_packed(model, documents)
     assert plan.n_recomputed == 1
     assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
-
-
-@on_gpu
-def test_less_memory_recomputes_more():
-    from torch.cuda import set_per_process_memory_fraction as limit
-
-    torch.cuda.empty_cache()
-    documents = random_documents([2000] * 4)
-    total = torch.cuda.get_device_properties(0).total_memory
-    try:
-        limit((torch.cuda.memory_allocated() + 8 * 2**30) / total)
-        model = checkpointed("auto")
-        run_packed(model, documents)
-        kept_all = model.get_decoder().recompute_plan.n_recomputed
-        limit((torch.cuda.memory_allocated() + 70 * 2**20) / total)
-        model.get_decoder().recompute_plan = RecomputePlan(model.get_decoder())
-        model.get_decoder().recompute_plan.decide(8000, torch.device(DEVICE, 0))
-        assert model.get_decoder().recompute_plan.n_recomputed > kept_all == 0
-    finally:
-        limit(1.0)

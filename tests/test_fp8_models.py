@@ -107,12 +107,6 @@ def test_what_needs_the_weights_is_refused(tmp_path, options, message):
         FastLanguageModel.get_peft_model(model, r=4, **options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_cpu_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"load_in_fp8=True needs a GPU .*this is the CPU; use bfloat16"):
-        FastLanguageModel.from_pretrained(str(save_model(tmp_path / "base")), 128, load_in_fp8=True)
-
-
 @pytest.mark.gpu
 def test_it_loads_trains_and_replays_on_a_gpu(tmp_path):
     if torch.cuda.get_device_capability() < (8, 9):

@@ -215,16 +215,6 @@ def test_calls_that_want_more_go_through_transformers(change):
         assert out.aux_loss > 0
 
 
-def test_the_configuration_may_ask_for_router_logits():
-    """From the first row on, before which the model looks for leaks."""
-    model = patched("qwen3_moe", output_router_logits=True)
-    for _ in range(2):
-        out = model(**batch())
-        assert not is_fused(out)
-        assert len(out.router_logits) == 1
-        assert out.aux_loss > 0
-
-
 @pytest.mark.parametrize("keep", [5, torch.tensor([0, 7, 30])], ids=str)
 def test_labels_of_the_logits_that_are_kept(keep):
     inputs = ordinary_batch()
@@ -367,13 +357,6 @@ def test_a_hook_on_the_head_sees_the_logits():
     assert is_fused(model(**batch()))
 
 
-def test_a_loss_function_of_the_users_is_called():
-    model = patched()
-    model.get_base_model().loss_function = lambda logits, labels, **kwargs: 7 * logits.sum()
-    out = model(**batch())
-    assert torch.equal(out.loss, 7 * out.logits.sum())
-
-
 # Under a plain Trainer
 
 
@@ -384,20 +367,10 @@ def test_a_plain_trainer_steps_as_with_logits(options, tmp_path):
     logs = []
     for wrap in (lambda model: model, through_logits):
         model = wrap(patched())
-        given = {"output_dir": str(tmp_path), "max_steps": 2, "gradient_accumulation_steps": 2}
-        given |= {
-            "per_device_train_batch_size": 2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        given |= {
-            "save_strategy": "no",
-            "use_cpu": DEVICE == "cpu",
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-        }
-        given |= {"include_for_metrics": [], "learning_rate": 1e-2} | options
+        given = dict(output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, logging_steps=1)
+        given |= dict(per_device_train_batch_size=2, report_to="none", disable_tqdm=True, save_strategy="no")
+        given |= dict(use_cpu=DEVICE == "cpu", eval_strategy="steps", eval_steps=1, learning_rate=1e-2)
+        given |= {"include_for_metrics": []} | options
         shapes = []
         trainer = Trainer(
             model,

@@ -421,15 +421,6 @@ def test_dropout_keeps_as_many_as_asked_for_wherever_they_lie(p):
         assert ((share - (1 - p)).abs() < 5 * (p * (1 - p) / n) ** 0.5).all()
 
 
-def test_dropout_of_seeds_rows_and_columns_is_independent():
-    masks = [kept_by(seed, 0.5, 64, 1024).double() * 2 - 1 for seed in (1, 2, 2**32 + 1)]
-    pairs = [(masks[0], masks[1]), (masks[0], masks[2]), (masks[0][1:], masks[0][:-1])]
-    pairs += [(masks[0][:, shift:], masks[0][:, :-shift]) for shift in (1, 128, 256, 512)]
-    for x, y in pairs:
-        assert (x * y).mean().abs() < 5 / x.numel() ** 0.5
-    assert torch.equal(kept_by(1, 0.5, 20, 1024, first_row=44), masks[0][44:] > 0)
-
-
 @all_dtypes
 def test_dropout_scales_what_it_keeps(dtype):
     x, before = draw(9, 37, dtype=dtype).detach(), draw(9, 37, dtype=dtype).detach()

@@ -13,7 +13,6 @@ from unsloth_pack.kernels import (
     add_rms_norm,
     gated,
     linear_cross_entropy,
-    norm,
     relu2,
     rms_norm,
     rope_qk,
@@ -57,19 +56,3 @@ def test_it_is_refused(call):
         with pytest.raises(InputError, match="create_graph=True: a fused operation has no second derivative"):
             torch.autograd.grad(call(x).sum(), x, create_graph=True)
         torch.autograd.grad(call(x).sum(), x)
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_float64_launches_no_kernel(call, monkeypatch):
-    """It takes the reference, which `test_reference.py` judges."""
-    monkeypatch.setattr(
-        type(norm._norm_kernel), "__getitem__", None
-    )  # the interpreter has a class of its own
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device(DEVICE):
-            x = torch.randn(3, 2, 8, requires_grad=True)
-            (g,) = torch.autograd.grad(call(x).sum(), x)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert g.dtype == torch.float64

@@ -167,11 +167,6 @@ def test_groups_of_heads(heads, lengths, options, small_tiles):
     assert_no_worse_than_eager(make(lengths, *heads, **OPTIONS[options]))
 
 
-@pytest.mark.parametrize("D", combinations((1, 8, 24, 64, 80, 96, 128, 160, 256), daily=[(24,), (160,)]))
-def test_head_dims(D):
-    assert_no_worse_than_eager(make((3, 0, 37), 2, 1, D=D, scale=D**-0.5, softcap=2.0))
-
-
 @pytest.mark.parametrize(  # daily those with launches of their own for v, and one of float32
     "tiles_for",
     combinations(
@@ -225,18 +220,6 @@ def test_sinks_far_below_and_far_above_the_logits(heads, height, dtype, small_ti
 def test_logits_far_below_and_far_above_the_softcap(size, dtype, small_tiles):
     inputs = make((20, 30), dtype=dtype, softcap=3.0)
     assert_no_worse_than_eager(replace(inputs, q=inputs.q * size))
-
-
-def test_logits_past_the_range_of_exp(small_tiles):
-    inputs = make((20, 30))
-    inputs = replace(inputs, q=inputs.q * 300)
-    assert all(x.isfinite().all() for x in run(inputs))
-    # The backward pass computes the logits again, and sums them in another order. A weight is off by what its
-    # logit loses. A GPU keeps 22 bits of a logit, in three products of TF32; a CPU as many, of a sum of 16.
-    largest = (
-        inputs.options["scale"] * inputs.q.norm(dim=-1).max().item() * inputs.k.norm(dim=-1).max().item()
-    )
-    assert_no_worse_than_eager(inputs, lost=2**-22 * largest)
 
 
 # Documents

@@ -9,7 +9,7 @@ from late_parts import late_deepstack, late_windows
 from unsloth_pack.attention import BACKENDS
 
 # What `test_packed_images.py` and `test_tiled_images.py` leave out: float16, NF4, other backends, and
-# checkpointing as the package does it. `tests/kernels/test_images_on_kernels.py` has Triton's kernels.
+# checkpointing as the package does it.
 PART = [
     Case(arch, "none", variant, dtype, backend, checkpointing)
     for backend in BACKENDS

@@ -145,11 +145,7 @@ def _run(
 
 
 def requested_backend(name: str) -> tuple[str, str]:
-    """Return the requested backend and its source; the environment variable overrides `name`.
-
-    Raises:
-        InputError: the request is neither "auto" nor a backend.
-    """
+    """Return the requested backend and its source; the environment variable overrides `name`."""
     source, value = "attn_backend", name
     if override := os.environ.get(ENVIRONMENT_VARIABLE):
         source, value = ENVIRONMENT_VARIABLE, override
@@ -177,11 +173,7 @@ def why_passed_over(name: str, need: AttentionNeed) -> str | None:
 
 @lru_cache(maxsize=256)
 def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
-    """Return the backend that serves `need`, and why; `source` asks for it, for messages.
-
-    Raises:
-        BackendUnavailable: the requested backend cannot run. Says why, and which ones can.
-    """
+    """Return the backend that serves `need`, and why; BackendUnavailable if the requested one cannot."""
     if name == "auto":
         chosen, why = _choose_fastest(need)
     elif reason := why_unavailable(name, need):
@@ -196,11 +188,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
 
 
 def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
-    """Choose a backend for queries with other keys than their own, best the layer's own, `name`.
-
-    Raises:
-        BackendUnavailable: none can.
-    """
+    """Choose a backend for queries with other keys than their own, best the layer's own, `name`."""
     for candidate in (name, *BACKENDS):
         if BACKENDS[candidate].takes_other_keys and why_unavailable(candidate, need) is None:
             return candidate

@@ -79,9 +79,6 @@ def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
     """Refuse a row whose backward pass in FlashAttention-2 would corrupt the CUDA context.
 
     It indexes its float32 dQ accumulator, `[N + 128 * segments, H, D rounded up to 32]`, with 32 bits.
-
-    Raises:
-        InputError: the accumulator has 2³¹ elements or more.
     """
     n_tokens, n_heads, head_dim = q_NHD.shape
     if (n_tokens + 128 * len(row.lengths)) * n_heads * (-(-head_dim // 32) * 32) >= 2**31:
@@ -122,13 +119,7 @@ class VarlenKernel:
         options: AttentionOptions,
         keys: PackedRow | None = None,
     ) -> Tensor:
-        """Return `[N, H, D]`, as `attend`.
-
-        Args:
-            cu_seqlens: `[segments + 1]` int32.
-            longest: tokens of the longest segment.
-            keys: the segments of other keys; the last query of each faces its last key.
-        """
+        """Return `[N, H, D]`; the last query of a segment faces the last of other keys."""
         # FlashAttention counts the keys before the query, transformers the query too
         before = -1 if options.window is None else options.window - 1
         after = 0 if options.causal else -1

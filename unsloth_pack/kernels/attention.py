@@ -107,9 +107,6 @@ def varlen_attention(
     Returns:
         `[N, H, D]`, contiguous, in q's dtype; computed in float32 and rounded once.
 
-    Raises:
-        ValueError: shapes, dtypes, devices or options do not fit together.
-
     Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2, with a loop of its own for the gradient of q;
     Gemma Team 2024 (Gemma 2) for the softcap; OpenAI 2025 (gpt-oss) for the sinks.
     """
@@ -207,13 +204,7 @@ def _launch(
     options,
     members: int | None = None,
 ) -> None:
-    """Run one kernel over all tiles of queries, or of keys.
-
-    Args:
-        tensors: the kernel's first arguments.
-        strided: tensors whose strides of token and head it takes.
-        members: query heads of a group that one program holds; None for all.
-    """
+    """Run one kernel over all tiles of queries, or of keys; `members` query heads of a group in a program."""
     (N, H, D), K = strided[0].shape, strided[1].shape[1]
     scale, window, softcap = options
     heads = members or H // K

@@ -60,9 +60,6 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     Returns:
         A fresh contiguous tensor of their shape and promoted dtype, computed in float32 and rounded once.
 
-    Raises:
-        ValueError: shapes or devices do not fit together, or the activation is unknown.
-
     Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
     "Gaussian Error Linear Units", section 2 (the approximation).
     """
@@ -311,9 +308,6 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
 
     Returns:
         A fresh tensor of x's shape and dtype, or `add_to`; computed in float32 and rounded once.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or p is no probability.
 
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
     3" (Philox 4x32-7, the fewest rounds that pass their tests).

@@ -96,9 +96,6 @@ def gated_lora_(
     Returns:
         `[N, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
 
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, the activation is unknown, or sums cannot be stored.
-
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
     _check(activation, [of_gate, of_up], gate=gate, up=up)
@@ -141,9 +138,6 @@ def gated_lora_backward_(
     Returns:
         productᵀ left of of_g_out, g_gateᵀ left of of_gate and g_upᵀ left of of_up, `[F, r]` each, without
         the scales, in float32 (float64 for float64); None where that part is None.
-
-    Raises:
-        ValueError: as for `gated_lora_`; or an output has another shape, or other rows than `store` needs.
     """
     added = [of_g_out, of_gate, of_up]
     _check(activation, added, gate=gate, up=up, g_out=g_out, g_gate=g_gate, g_up=g_up)

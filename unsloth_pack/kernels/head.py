@@ -368,14 +368,36 @@ def _plain_cross_entropy(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad
 ) -> None:
     """Do the same in plain torch."""
-    labels = labels.long()[:, None]
-    z, slope = scale_and_cap(logits, scale, softcap)
-    log_p = z.log_softmax(-1)
-    losses.copy_(log_p.gather(1, labels)[:, 0].neg_())
+    _, slope, log_p = log_softmax(logits, scale, softcap)
+    losses.copy_(log_p.gather(1, labels.long()[:, None])[:, 0].neg_())
     if with_grad:
-        p = log_p.exp_()
-        p.scatter_add_(1, labels, p.new_full((), -1).expand_as(labels))
-        logits.copy_(p.mul_(slope))
+        write_gradient(logits, labels, slope, log_p, torch.full_like(losses, -1))
+
+
+def log_softmax(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor]:
+    """Return z, dz/dl and log(softmax(z)) in plain torch."""
+    z, slope = scale_and_cap(logits, scale, softcap)
+    return z, slope, z.log_softmax(-1)
+
+
+def write_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    slope: Tensor | float,
+    log_p: Tensor,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None = None,
+) -> None:
+    """In plain torch: logits -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
+    p = log_p.exp()
+    g = torch.zeros_like(p)
+    if g_log_prob is not None:
+        g -= p * g_log_prob[:, None]
+        g.scatter_add_(1, labels.long()[:, None], g_log_prob[:, None])
+    if g_entropy is not None:
+        p_log_p = torch.special.xlogy(p, p)
+        g -= g_entropy[:, None] * (p_log_p - p * p_log_p.sum(-1, keepdim=True))
+    logits.copy_(g.mul_(slope))
 
 
 # V is specialised: Triton must know that 16 divides it for 16-byte accesses.

@@ -40,9 +40,6 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
     Returns:
         `[S, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
 
-    Raises:
-        ValueError: shapes or layouts do not fit together, or the activation is unknown.
-
     Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6; OpenAI 2025, "gpt-oss model card",
     section 2.2, for the limit and the offset.
     """
@@ -74,9 +71,6 @@ def routed_gate_backward_(
 
     Returns:
         The gradient of `weight`: `[S]` float32, float64 for float64.
-
-    Raises:
-        ValueError: as for `routed_gate_`.
     """
     more, scale = (None, 0.0) if of_g_out is None else of_g_out
     _check(inner, weight, gate, g_out=g_out, of_g_out=more, g_inner=g_inner)
@@ -110,9 +104,6 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
 
     Returns:
         `[N, C]`, computed in float32 (float64 for float64) and rounded once.
-
-    Raises:
-        ValueError: more than two parts, or parts of different shapes.
     """
     (first, scale), *rest = parts
     if len(rest) > 1 or any(part.values.shape != first.shape for part in rest):

@@ -53,9 +53,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         `weight * x_hat.to(x.dtype)`), otherwise x's (gemma's ends in `.type_as(x)`). Only Olmo 2 returns x's
         dtype with offset 0; with a float32 weight the wider one is more exact.
 
-    Raises:
-        ValueError: shapes or devices do not fit together.
-
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
     return add_rms_norm(x, None, weight, eps, offset)[1]
@@ -73,9 +70,6 @@ def add_rms_norm(
     Returns:
         The sum, contiguous, of the promoted dtype (a view of x if added is None); and the norm of the rounded
         sum.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit together.
     """
     check_shapes(x=("*C", x), added=("*C", added), weight=("C", weight))
     if not takes_fused_path(x, weight) or not (added is None or takes_fused_path(added, weight)):

@@ -212,9 +212,6 @@ def dequantize_4bit(
 
     Returns:
         `[n * block]`, bit for bit as by bitsandbytes.
-
-    Raises:
-        ValueError: the sizes do not fit together.
     """
     n = len(scales.values if isinstance(scales, NestedScales) else scales)
     if block < 32 or block & (block - 1):

@@ -281,9 +281,6 @@ def rope_qk(
         q and k rotated: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
         From the kernel `[T, H, D]` is contiguous, `[B, H, T, D]` a view of a contiguous `[B, T, H, D]`.
 
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit together.
-
     Source: Su et al. 2021 (RoFormer), eq. 34; Zhang & Sennrich 2019 (RMSNorm), eq. 4.
     """
     _check(q, k, cos, sin, position_ids, qk_norm)

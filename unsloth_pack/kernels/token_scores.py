@@ -33,11 +33,12 @@ from unsloth_pack.kernels.head import (
     HeadPass,
     LabelledRows,
     load_block,
+    log_softmax,
     logit_and_slope,
     prepare_head_inputs,
-    scale_and_cap,
     scale_rounded_once,
     spread_gradients,
+    write_gradient,
 )
 from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
@@ -276,7 +277,8 @@ def _to_gradient(
 ) -> None:
     """In place: logits `[L, V]` -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
     if not takes_fused_path(logits, logits):
-        _plain_to_gradient(logits, labels, upstream, scale, softcap)
+        _, slope, log_p = log_softmax(logits, scale, softcap)
+        write_gradient(logits, labels, slope, log_p, *upstream)
         return
     L, V = logits.shape
     g_log_prob, g_entropy = upstream
@@ -296,39 +298,16 @@ def _plain_score(
     """Do the same in plain torch."""
     log_prob, entropy, is_top1, mean_logit, log_sum_sq_probs = scores
     assert log_prob is not None
-    column = labels.long()[:, None]
-    z, slope = scale_and_cap(logits, scale, softcap)
-    log_p = z.log_softmax(-1)
-    p = log_p.exp()
-    log_prob.copy_(log_p.gather(1, column)[:, 0])
+    z, slope, log_p = log_softmax(logits, scale, softcap)
+    log_prob.copy_(log_p.gather(1, labels.long()[:, None])[:, 0])
     if entropy is not None:
+        p = log_p.exp()
         entropy.copy_(-torch.special.xlogy(p, p).sum(-1))
     if is_top1 is not None:
-        is_top1.copy_(z.argmax(-1, keepdim=True)[:, 0] == column[:, 0])
+        is_top1.copy_(z.argmax(-1) == labels)
     if mean_logit is not None:
         mean_logit.copy_(z.mean(-1))
     if log_sum_sq_probs is not None:
         log_sum_sq_probs.copy_((2 * log_p).logsumexp(-1))
     if with_grad:
-        g = p.neg_().scatter_add_(1, column, p.new_ones(()).expand_as(column))
-        logits.copy_(g.mul_(slope))
-
-
-def _plain_to_gradient(
-    logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
-) -> None:
-    """Do the same in plain torch."""
-    g_log_prob, g_entropy = upstream
-    column = labels.long()[:, None]
-    z, slope = scale_and_cap(logits, scale, softcap)
-    log_p = z.log_softmax(-1)
-    p = log_p.exp()
-    g = torch.zeros_like(p)
-    if g_log_prob is not None:
-        g -= p * g_log_prob[:, None]
-        g.scatter_add_(1, column, g_log_prob[:, None])
-    if g_entropy is not None:
-        p_log_p = torch.special.xlogy(p, p)
-        entropy = -p_log_p.sum(-1, keepdim=True)
-        g -= g_entropy[:, None] * (p_log_p + p * entropy)
-    logits.copy_(g.mul_(slope))
+        write_gradient(logits, labels, slope, log_p, torch.ones_like(log_prob))

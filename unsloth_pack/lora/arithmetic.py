@@ -55,11 +55,7 @@ class Layer(NamedTuple):
     ranks: slice = slice(0)  # its slice of the R stacked ranks
 
     def apply_dropout(self, x_NC: Tensor, first_row: int, add_to: Tensor | None = None) -> Tensor:
-        """Apply dropout to rows of the layer's input from `first_row` on, or to their gradient.
-
-        Args:
-            add_to: the result is added to it in place.
-        """
+        """Apply dropout to rows of the layer's input from `first_row` on, or to their gradient."""
         if self.seed is None:
             return x_NC if add_to is None else add_to.add_(x_NC)
         return dropout(x_NC, self.seed, self.p, first_row, add_to)
@@ -68,11 +64,7 @@ class Layer(NamedTuple):
 def stack_layers(
     dtype: torch.dtype, layers: Sequence[Layer], tensors: Sequence[Any]
 ) -> tuple[Tensor, list[Layer]]:
-    """Stack A of all layers, `[R, I]`; return it and the layers, all in the dtype.
-
-    Args:
-        tensors: bias (or None), A and B of each layer in turn.
-    """
+    """Stack A of all layers, `[R, I]`; return it and the layers. tensors: bias, A and B of each in turn."""
     lora_as, lora_bs = list(tensors[1::3]), list(tensors[2::3])
     ranks = [len(lora_a) for lora_a in lora_as]
     if all(factor.dtype == dtype for factor in (*lora_as, *lora_bs)):

@@ -216,14 +216,7 @@ def _choose_beside_experts(
     options: Options,
     notes: list[str],
 ) -> Targets:
-    """Choose the targets in a model with routed experts.
-
-    Args:
-        experts: modules of stacked experts by path, for names to choose from.
-
-    Raises:
-        InputError: gate without up.
-    """
+    """Choose the targets in a model with routed experts; `experts` are those to choose from, by path."""
     decoder, is_all = model.get_decoder(), names == "all-linear"
     is_pattern = isinstance(names, str) and not is_all  # may also mean layers of a tower
     is_wanted, is_selected = _make_matcher(names), partial(_is_selected, options)
@@ -303,10 +296,6 @@ def limit_to_text_model(
 
     A vision tower has projections of the same names, which rows of text never reach. A regular expression
     stays as it is.
-
-    Args:
-        options: further fields of the `LoraConfig`.
-        notes: gets a line on layers that are left out.
     """
     decoder = model.get_decoder()
     refused = arch_spec_for(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
@@ -321,12 +310,7 @@ def limit_to_text_model(
 
 
 def check_names(model: nn.Module, name: str, wanted: Collection[str], others: Iterable[str] = ()) -> None:
-    """Raise InputError for names of modules that the model does not have.
-
-    Args:
-        name: the argument's name.
-        others: accepted paths besides those of modules.
-    """
+    """Raise InputError for names of no module and of no path among `others`; `name` is the argument's."""
     paths = [*(path for path, _ in model.named_modules()), *others]
     absent = [end for end in wanted if not any(_ends_with(path, end) for path in paths)]
     if absent:

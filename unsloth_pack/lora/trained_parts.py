@@ -191,15 +191,7 @@ def list_unquantised_modules(config: PretrainedConfig) -> list[str] | None:
 def check_parts(
     model: PreTrainedModel, bias: str, modules_to_save: Collection[str] | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse values that PEFT ignores silently, or fails on without an explanation.
-
-    Args:
-        modules_to_save: as in PEFT's `LoraConfig`.
-        options: further fields of the `LoraConfig`.
-
-    Raises:
-        InputError: names the argument, its value and the remedy.
-    """
+    """Refuse values of a `LoraConfig` that PEFT ignores silently, or fails on without an explanation."""
     if bias not in ("none", "all", "lora_only"):
         raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only", about="bias")
     n_layers = model.config.get_text_config().num_hidden_layers
@@ -276,14 +268,7 @@ def check_rows_apart(
     option: str = "modules_to_save",
     asked: str = "trainable_token_indices",
 ) -> None:
-    """Raise InputError for tokens of a layer that trains as a whole, or of one tied to a head that does.
-
-    Args:
-        modules: that train as a whole.
-        tokens: as PEFT's `trainable_token_indices`, or None.
-        option: the option that names the modules.
-        asked: the option that names the tokens.
-    """
+    """Raise InputError for tokens of a layer that trains as a whole, or of one tied to a head that does."""
     if tokens is None:
         return
     for name in modules:
@@ -310,11 +295,7 @@ def refuse_adapted_rows(
 ) -> None:
     """Raise InputError for an adapter on an embedding, or on a head, of which some rows train alone.
 
-    Args:
-        adapted: the adapted paths.
-        tokens: as PEFT's `trainable_token_indices`, or None.
-        option: the option that names the tokens.
-        tied_head: refuse one on a tied head too, which TRL's loss ignores.
+    With `tied_head` also on a tied head, which TRL's loss ignores.
     """
     if tokens is None:
         return
@@ -337,10 +318,7 @@ def refuse_adapted_rows(
 def refuse_rows_without_direction(adapted: PeftModel) -> None:
     """Raise InputError for DoRA on a weight with a row of zeros, such as an embedding's padding token.
 
-    DoRA divides every row by its length, and 0 / 0 makes every loss NaN.
-
-    Args:
-        adapted: the PEFT model. If it is refused, its adapter is removed.
+    DoRA divides every row by its length, and 0 / 0 makes every loss NaN. A refused adapter is removed.
     """
     for path, layer in adapted.named_modules():
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():

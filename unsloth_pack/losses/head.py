@@ -237,11 +237,7 @@ def why_head_not_fused(model: Any) -> str | None:
 
 
 def refuse_ignored_adapter(model: Any, why_not: str) -> None:
-    """Refuse a head with an adapter that TRL's own loss would ignore: it reads the weight alone.
-
-    Raises:
-        InputError: the head has an adapter in use.
-    """
+    """Refuse a head with an adapter that TRL's own loss would ignore: it reads the weight alone."""
     head = model.get_output_embeddings()
     if isinstance(head, BaseTunerLayer) and not (head.disable_adapters or head.merged):
         remedy = "leave lm_head out of target_modules"
@@ -358,14 +354,7 @@ class TrlHead:
         aux_loss: Tensor | None,
         aux_weight: float,
     ) -> ModelOutput:
-        """Build TRL's output from these scores.
-
-        Args:
-            scores: `[B, T']`, T - 1 where TRL has not shifted the labels by itself.
-            mask: `[B, T']`, which tokens have a label.
-            num_items: divides the loss, in place of the number of labels; or None.
-            aux_loss: of routed experts, weighted by `aux_weight` in the loss.
-        """
+        """Build TRL's output from scores `[B, T']`, T - 1 where TRL has not shifted the labels by itself."""
         divisor = mask.sum().clamp(min=1) if num_items is None else num_items
         loss: Tensor = -scores.log_prob.sum() / divisor
         if aux_loss is not None:
@@ -378,11 +367,7 @@ class TrlHead:
 def load_balancing_loss(
     router_logits: Any, text_config: PretrainedConfig, token_mask: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Compute the auxiliary loss of routed experts as transformers does for every family.
-
-    `router_logits` are those of every layer with experts, `[tokens, experts]` each; `token_mask` is `[B, T]`,
-    0 on padding.
-    """
+    """Compute the auxiliary loss of routed experts as transformers; token_mask `[B, T]`: 0 on padding."""
     n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
     loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)
     return torch.as_tensor(loss, device=device)  # transformers gives 0 for no layers
