@@ -84,16 +84,6 @@ def test_reentrant_checkpointing_is_refused():
     model(input_ids=joined(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", ["return_shared_kv_states", "shared_kv_states"])
-def test_a_packed_row_hands_out_no_keys_and_values(name):
-    model, _ = patched()
-    ids = joined(random_documents(LENGTHS))
-    with pytest.raises(InputError, match=f"{name} comes with a packed row; give such a call unpacked"):
-        model(input_ids=ids, packed_seq_lengths=LENGTHS, **{name: True})
-    out = model.eval()(input_ids=ids, return_shared_kv_states=True)  # as transformers
-    assert set(out.shared_kv_states) == {"sliding_attention", "full_attention"}
-
-
 @pytest.mark.parametrize("describe", ["packed", "padded"])
 def test_embeddings_may_come_from_outside(describe):
     model, _ = patched()

@@ -177,10 +177,9 @@ def capture_form(
     memory: GraphMemory,
     windows: Iterable[int | None] = (),
 ) -> CapturedForm:
-    """Capture the forward and backward pass of a decoder over rows of a form.
+    """Capture the forward and backward pass of a decoder, on the current device, over rows of a form.
 
     Args:
-        device: the decoder's, which is the current one.
         windows: of its layers; only for a form with blocks.
 
     Raises:

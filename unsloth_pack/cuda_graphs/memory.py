@@ -64,47 +64,43 @@ class GraphMemory:
         self._stream: torch.cuda.Stream | None = None  # of all captures: streams share no memory of a pool
         self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # complete ones
         self._awaited: weakref.ref[Token] | None = None
-        self._shared: dict[tuple[str, int, int, torch.dtype, torch.device], torch.Tensor] = {}
-        self._placeholders: dict[tuple[int, torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
-        self._on_host: dict[int, torch.Tensor] = {}
+        self._shared: dict[tuple[object, ...], torch.Tensor] = {}  # by all graphs, outside the pool
 
     def input(
         self, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Allocate `[tokens, features]` outside the pool for input `number` of a row.
-
-        Graphs of all forms share it, unless it has to grow.
-        """
-        return self._rows(("input", number, features, dtype, device), tokens)
+        """Allocate `[tokens, features]` for input `number` of a row, shared unless it has to grow."""
+        return self._rows("input", number, tokens, features, dtype, device)
 
     def output_gradient(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """Return zeros for the gradient of output `number`, shared by all graphs, outside the pool."""
+        """Return zeros for the gradient of output `number`."""
         features = output.shape[-1]
-        key = ("gradient", number, features, output.dtype, output.device)
-        return self._rows(key, output.numel() // features).zero_().view_as(output)
+        rows = self._rows(
+            "gradient", number, output.numel() // features, features, output.dtype, output.device
+        )
+        return rows.zero_().view_as(output)
 
-    def _rows(self, key: tuple[str, int, int, torch.dtype, torch.device], tokens: int) -> torch.Tensor:
-        """Return `[tokens, features]` of a tensor that all graphs share."""
+    def _rows(
+        self, what: str, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        key = (what, number, features, dtype, device)
         if key not in self._shared or len(self._shared[key]) < tokens:
-            *_, features, dtype, device = key
             self._shared[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
         return self._shared[key][:tokens].detach()
 
     def placeholder(self, number: int, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate outside the pool for parameter `number` of the decoder in `dtype`; all graphs share it."""
+        """Allocate for parameter `number` of the decoder in `dtype`."""
         key = (number, parameter.shape, dtype, parameter.device)
-        if key not in self._placeholders:
-            self._placeholders[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return self._placeholders[key]
+        if key not in self._shared:
+            self._shared[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return self._shared[key]
 
     def host_buffer(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Return pinned host memory for tensor `number` of a row: at least its bytes, uint8.
-
-        Graphs of all forms share it, unless it has to grow.
-        """
-        if number not in self._on_host or len(self._on_host[number]) < x.nbytes:
-            self._on_host[number] = torch.empty(x.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._on_host[number]
+        """Return pinned host memory, uint8, of at least the bytes of tensor `number` of a row."""
+        key = ("host", number)
+        if key not in self._shared or len(self._shared[key]) < x.nbytes:
+            self._shared[key] = torch.empty(x.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._shared[key]
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

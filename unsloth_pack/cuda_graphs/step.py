@@ -123,13 +123,7 @@ class StepGraphs(GraphCache):
         inputs: Tensor | Embedded,
         router_logits: bool = False,
     ) -> StepOutput | None:
-        """Replay or capture a row, or return None if it has to run uncaptured.
-
-        Args:
-            row: on a CUDA device.
-            inputs: token ids `[B, T]`, or embeddings.
-            router_logits: True to return them too.
-        """
+        """Replay or capture a row of token ids `[B, T]` or embeddings; None if it runs uncaptured."""
         self._on_trial = None
         if self.why_never is not None or not torch.is_grad_enabled():
             return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unsloth_pack.cuda_graphs.capture import GraphCache, ModuleState
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, longer_than_launching
@@ -199,21 +200,19 @@ class _CapturedTower:
                 run(self._static)
             with memory.capturing(self._graph):
                 output = run(self._static)
-        self._output = _map_tensors(alias_memory, output)
+        self._output = tree_map_only(Tensor, alias_memory, output)
 
     def replay(self, patches: Patches) -> Output:
         """Replay patches that fit, and copy the outputs."""
         self._fill(patches)
         self._graph.replay()
         n, P, axis = len(patches.pixels), len(self._static.pixels), patches.axis
-        return _map_tensors(lambda x: x.narrow(axis, 0, x.shape[axis] * n // P).clone(), self._output)
+        return tree_map_only(
+            Tensor, lambda x: x.narrow(axis, 0, x.shape[axis] * n // P).clone(), self._output
+        )
 
     def check(self, patches: Patches, expected: Output) -> None:
-        """Compare a replay with the tower's own output.
-
-        Raises:
-            RuntimeError: they differ by more than rounding explains.
-        """
+        """Refuse a replay that differs from the tower's own output by more than rounding explains."""
         for x, right in zip(_list_tensors(self.replay(patches)), _list_tensors(expected), strict=True):
             if not (x - right).norm() <= _MAX_ERROR * right.norm() and bool(right.isfinite().all()):
                 raise RuntimeError("a replay makes other features than the tower itself")
@@ -229,27 +228,8 @@ class _CapturedTower:
             static_row.fill(row)
 
 
-def _map_tensors(change: Callable[[Tensor], Tensor], output: Output) -> Output:
-    """Apply a function to every tensor of an output."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, Mapping):
-        return type(output)(**{name: _map_tensors(change, value) for name, value in output.items()})
-    if isinstance(output, (list, tuple)):
-        return type(output)(_map_tensors(change, value) for value in output)
-    return output
-
-
 def _list_tensors(output: Output) -> list[Tensor]:
-    """List all tensors of an output in float32."""
-    tensors: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        tensors.append(x.float())
-        return x
-
-    _map_tensors(note, output)
-    return tensors
+    return [x.float() for x in tree_leaves(output) if isinstance(x, Tensor)]
 
 
 @contextmanager

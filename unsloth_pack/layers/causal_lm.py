@@ -297,7 +297,6 @@ class FastCausalLM(CountedParameters):
         if why_not:
             refuse_ignored_adapter(self, why_not)
             return trl_head.forward(**self._build_arguments(call, step_labels), fused_lm_head=True)
-        text_config = self.config.get_text_config()
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
         head = read_head(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
@@ -307,11 +306,8 @@ class FastCausalLM(CountedParameters):
         scores, mask = trl_head.score(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
             scores, mask = first_tokens(scores, mask.shape[1] - 1), mask[:, :-1]
-        aux_loss = None
-        if wants_router:
-            token_mask = call.inputs["attention_mask"]
-            aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask, mask.device)
-        weight = getattr(text_config, "router_aux_loss_coef", 0.0)
+        aux_loss = self._compute_aux_loss(call, decoded, mask.device) if wants_router else None
+        weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0)
         return trl_head.build_output(scores, mask, step_labels.num_items, aux_loss, weight)
 
     def _compute_logits(
@@ -340,12 +336,14 @@ class FastCausalLM(CountedParameters):
         )
         if not wants_router:
             return output
-        text_config = self.config.get_text_config()
-        token_mask = call.inputs["attention_mask"]
-        aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask, logits.device)
+        aux_loss = self._compute_aux_loss(call, decoded, logits.device)
         if loss is not None:
-            output.loss = loss + text_config.router_aux_loss_coef * aux_loss
+            output.loss = loss + self.config.get_text_config().router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
+
+    def _compute_aux_loss(self, call: ForwardCall, decoded: Any, device: torch.device) -> Tensor:
+        text_config = self.config.get_text_config()
+        return load_balancing_loss(decoded.router_logits, text_config, call.inputs["attention_mask"], device)
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; `inputs` or `input_ids` may also be a tokenizer's whole output.

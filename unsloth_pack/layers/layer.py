@@ -153,9 +153,6 @@ def _plain_forward(
     return hidden_states  # noqa: RET504 - the instructions are compared
 
 
-_ASSISTANT_KEYWORDS = ("shared_kv_states", "return_shared_kv_states")
-
-
 class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
     """Keys and values by the type of the layer that stored them.
 
@@ -178,7 +175,9 @@ def build_layer_inputs(
     """
     by_layer: list[dict[str, Any]] = [{} for _ in decoder.layers]
     if decoder.spec.kv_sharing:
-        _refuse_broken_sharing(decoder, kwargs)
+        _refuse_reentrant_sharing(decoder)
+        for name in ("shared_kv_states", "return_shared_kv_states"):  # of an assistant; None in other calls
+            kwargs.pop(name, None)
         shared = SharedKeysAndValues()
         for inputs in by_layer:
             inputs["shared_kv_states"] = shared
@@ -212,10 +211,7 @@ def _per_layer_inputs(
     return decoder.project_per_layer_inputs(hidden_BTC, embeddings_BTLP)
 
 
-def _refuse_broken_sharing(decoder: Any, kwargs: dict[str, Any]) -> None:
-    for name in _ASSISTANT_KEYWORDS:
-        if kwargs.pop(name, None):
-            raise InputError(f"{name} comes with a packed row; give such a call unpacked")
+def _refuse_reentrant_sharing(decoder: Any) -> None:
     if decoder.training and any(map(_is_reentrant, decoder.layers)):
         raise InputError(
             "use_reentrant=True loses the gradients of keys and values that layers share; set "

@@ -43,11 +43,7 @@ class RowImages:
 
     @classmethod
     def locate(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
-        """Locate the images of a row.
-
-        Args:
-            is_placeholder: `[N]` bool.
-            sizes: `[images]`, the tokens that the tower makes of each image.
+        """Locate the images of a row, by `[N]` bool and `[images]` tokens that the tower makes of each.
 
         Raises:
             InputError: placeholders and image tokens differ in number, or those of one image do not stand

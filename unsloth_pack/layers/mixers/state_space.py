@@ -65,12 +65,7 @@ class FastStateLayer(nn.Module):
         seq_idx: PackedRow | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute `[B, T, C]` for `[B, T, C]`.
-
-        Args:
-            packed_row: the documents of the rows.
-            seq_idx: likewise: in some versions transformers' layers pass on only this.
-        """
+        """Compute `[B, T, C]`; layers of some versions pass `packed_row` on as `seq_idx` only."""
         row = seq_idx if packed_row is None else packed_row
         if row is None:
             return self.run_whole(hidden_states, *args, **kwargs)
