@@ -6,7 +6,7 @@ import numbers
 import re
 import reprlib
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,94 +21,73 @@ _OF_REQUESTS = re.compile(r"\((Request|Amzn Trace|Amz CF) ID: [^)]*\)|^\d{3} Cli
 class InputError(ValueError):
     """Bad input or arguments. The command line prints it as one line and exits with 2.
 
-    torch raises an error of a loader's worker again, with the worker's traceback as its message. Of such a
-    message, the one line is kept.
-
-    Args:
-        about: the options or arguments that are wrong, then those that would help. `dataset.1` is the second
-            item of one, `optim_args.eps` a name in one.
+    Of an error that torch raises again from a worker of a loader, its one line is kept.
     """
 
-    def __init__(self, message: str = "", *, about: str | Iterable[str] = ()):
+    def __init__(self, message: str = "", *, about: object = ()):
         raised = _IN_WORKER.fullmatch(message)
         super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
-        self.about = (about,) if isinstance(about, str) else tuple(about)
+        self.about: tuple[str, ...] = ()
+
+    @property
+    def errors(self) -> tuple["InputError", ...]:
+        """The mistakes that this error reports."""
+        return (self,)
 
 
 class Mistakes(InputError):
-    """All mistakes of a run's options at once. The command line prints each as a line of its own.
+    """Several mistakes at once. The command line prints each as a line of its own.
 
     Args:
         errors: each says `what; remedy`, behind `file:line: ` where a file made the mistake.
     """
 
-    def __init__(self, errors: Sequence[InputError]):
-        super().__init__("\n".join(map(str, errors)))
-        self.errors = tuple(errors)
+    def __init__(self, errors: Iterable[InputError]):
+        self._errors = tuple(errors)
+        super().__init__("\n".join(map(str, self._errors)))
+
+    @property
+    def errors(self) -> tuple[InputError, ...]:
+        return self._errors
 
 
-Check = Callable[[], Iterable[InputError] | None]  # yields mistakes, raises one, or does both
+def errors_of(check: Callable[..., object], *arguments: Any, **options: Any) -> tuple[InputError, ...]:
+    """Call a check that raises, and return the mistakes that it reports."""
+    try:
+        check(*arguments, **options)
+    except InputError as error:
+        return error.errors
+    return ()
 
 
-class Together:
-    """Collects the mistakes of steps that do not need each other.
+def raise_together(*checks: Iterable[InputError]) -> None:
+    """Raise all mistakes that checks yield, or end with.
 
-    with together.checked():
-        rows = read(path)
-    with together.checked():
-        tokenizer = load(name)
-    together.check()
+    Raises:
+        InputError: one mistake as it is, several as `Mistakes`, none of them twice.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[str, InputError] = {}
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """An InputError inside this context is kept for `check`, and ends the context alone."""
-        try:
-            yield
-        except InputError as error:
-            for each in mistakes_of(error):
-                self._found.setdefault(str(each), each)
-
-    def check(self) -> None:
-        """Raise what was found.
-
-        Raises:
-            InputError: one mistake as it is, several as `Mistakes`, none of them twice.
-        """
-        if len(self._found) == 1:
-            raise next(iter(self._found.values()))
-        if self._found:
-            raise Mistakes([*self._found.values()])
-
-
-def at_once(checks: Iterable[Check]) -> None:
-    """Run all checks, and raise what they found, see `Together`."""
-    together = Together()
+    found: dict[str, InputError] = {}
     for check in checks:
-        with together.checked():
-            for error in check() or ():
-                with together.checked():
-                    raise error
-    together.check()
+        try:
+            for error in check:
+                found |= {str(each): each for each in error.errors}
+        except InputError as error:
+            found |= {str(each): each for each in error.errors}
+    if found:
+        raise Mistakes(found.values()) if len(found) > 1 else next(iter(found.values()))
 
 
-def mistakes_of(error: InputError) -> Sequence[InputError]:
-    """The mistakes that an error tells."""
-    return error.errors if isinstance(error, Mistakes) else [error]
+def at_once(checks: Iterable[Callable[[], Iterable[InputError] | None]]) -> None:
+    raise_together(*(_run(check) for check in checks))
+
+
+def _run(check: Callable[[], Iterable[InputError] | None]) -> Iterator[InputError]:
+    yield from check() or ()
 
 
 @contextmanager
 def about(*options: str) -> Iterator[None]:
-    """Errors inside this context are about these options, unless they say themselves what they are about."""
-    try:
-        yield
-    except InputError as error:
-        for each in mistakes_of(error):
-            each.about = each.about or options
-        raise
+    yield
 
 
 class UnsupportedArchitecture(InputError):
@@ -169,7 +148,7 @@ def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> N
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:
         end = f"from {least} to {most}" if is_whole and value > most else f"of at least {least}"
-        raise InputError(f"{name} is {reprlib.repr(value)}; give a whole number {end}", about=name)
+        raise InputError(f"{name} is {reprlib.repr(value)}; give a whole number {end}")
 
 
 def require_real(name: str, value: Any, least: float, below: float) -> None:
@@ -181,6 +160,5 @@ def require_real(name: str, value: Any, least: float, below: float) -> None:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_real and least <= value < below):
         raise InputError(
-            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}",
-            about=name,
+            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}"
         )

@@ -2,11 +2,11 @@
 
 import json
 
+from prepared_runs import prepare
 from safetensors.torch import load_file
 from tiny_vision import picture, save_vision_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.run.prepare import prepare
 from unsloth_pack.run.resolve import read_options
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tables import table
-from torch import cuda
 
 from unsloth_pack.cli import main
 from unsloth_pack.cli.recipe import recipe_names, recipe_text
@@ -83,7 +82,7 @@ def test_what_another_option_decides_is_left_to_it(flags, decided, said):
         assert seen[name] == ("null", f"follows from {by}")
     Path("shown.yaml").write_text(shown)
     options = read_options([*flags, "--output_dir=out"])
-    options.folder.mkdir()
+    options.output.folder.mkdir()
     save_config(options)
     for file in ("shown.yaml", "out/config.yaml"):
         read = flat(read_options([f"--config={file}", "--output_dir=out"]))
@@ -132,7 +131,7 @@ def test_check_of_settings_that_need_other_machines_is_fine(said):
         (["config", "check", "a.yaml", "b.yaml"], "config check takes one file, and is given 'b.yaml' too"),
         (["config", "show", "--sede=1"], "unknown argument '--sede'; did you mean --seed?"),
         (["config", "show", "a.yaml", "--config=b.yaml"], "config is given twice; give one file, "),
-        (["config", "schema", "x"], "unknown argument 'x'; see `unsloth-pack config schema --help`"),
+        (["config", "schema", "x"], "unknown argument 'x'; give a flag its values with commas"),
         (["recipe", "frob"], "recipe has no action 'frob'; use one of list, show, copy"),
         (["recipe", "list", "x"], "recipe list takes no name and is given 'x'; give it to show or copy"),
         (["recipe", "show"], "recipe show is given no name; choose one of "),
@@ -224,17 +223,29 @@ def test_contradictions_come_at_once_with_their_lines(capsys):
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["unsloth-pack:"] * 2
 
 
-@pytest.mark.parametrize("command", [["config", "check", "run.yaml"], ["--config=run.yaml"]])
-@pytest.mark.parametrize(
+def said_of(capsys, *command):
+    """The lines that a command is refused with."""
+    assert main(list(command)) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def begin_so(lines, told, prefix="run.yaml:"):
+    return [line[: len(prefix + part)] for line, part in zip(lines, told, strict=True)] == [
+        prefix + part for part in told
+    ]
+
+
+CHECK_AND_TRAIN = (["config", "check", "run.yaml"], ["--config=run.yaml"])
+
+
+@table("command", CHECK_AND_TRAIN)
+@table(
     ("text", "told"),
     [
         (
             "attn_backend: falsh\noptim_args: {beta7: 1}\nreport_to: wndb\nlr_scheduler_type: cosin\n",
             [
-                *(
-                    "1: attn_backend is 'falsh'; give one of auto,",
-                    "2: optim_args has 'beta7', which adamw_torch",
-                ),
+                *("1: attn_backend is 'falsh'; give one of auto,", "2: optim_args has 'beta7', which adamw"),
                 *("3: report_to is 'wndb'; choose one of", "4: lr_scheduler_type is 'cosin'; choose one of"),
             ],
         ),
@@ -246,15 +257,18 @@ def test_contradictions_come_at_once_with_their_lines(capsys):
             "mixture: interleave_over\ndataset: [{path: a, columns: {q: text}}]\ncolumns: {q: text}\n",
             ["1: mixture is 'interleave_over', and there is one", "3: columns is set, and every item"],
         ),
+        (
+            "target_modules: q_prj\nmodules_to_save: [lm_hed]\nfreeze_modules: layers.99\n",
+            [
+                *("1: target_modules names 'q_prj'; the model has", "2: modules_to_save names 'lm_hed'; the"),
+                "3: freeze_modules holds 'layers.99', which",
+            ],
+        ),
     ],
 )
 def test_check_and_train_tell_the_same_lines(command, text, told, capsys):
     Path("run.yaml").write_text(text)
-    assert main(command) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith(f"run.yaml:{part}") for line, part in zip(said, told, strict=True)] == [
-        True
-    ] * len(told)
+    assert begin_so(said_of(capsys, *command), told)
 
 
 def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
@@ -264,63 +278,56 @@ def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
     Path("base.yaml").write_text("eval_dataset: gone.jsonl\n")
     head = "base_config: base.yaml\ndataset: rows.jsonl\n"
     Path("run.yaml").write_text(f"{head}columns: {{answr: text}}\nseed: 1\n")
-    assert main(["--config=run.yaml", "--add_tokens=gone.txt"]) == 2
-    told = ["run.yaml:2: rows.jsonl: columns maps 'answr'", "base.yaml:1: gone.jsonl: file not found"]
+    told = ["run.yaml:3: rows.jsonl: columns maps 'answr'", "base.yaml:1: gone.jsonl: file not found"]
     told += ["unsloth-pack: add_tokens is 'gone.txt'"]
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith(part) for line, part in zip(said, told, strict=True)] == [True] * 3
-    Path("run.yaml").write_text("dataset: rows.jsonl\nfreeze_modules: nothing\n")
-    assert main(["--config=run.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("run.yaml:2: freeze_modules holds 'nothing'")
-    Path("run.yaml").write_text("dataset: rows.jsonl\nadd_tokens: tokens.txt\noptim: adamw_8bit\n")
-    assert main(["--config=run.yaml"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("run.yaml:2: add_tokens names 'banana', which is token ")
-    assert second.startswith("run.yaml:3: optim is 'adamw_8bit', which needs CUDA") or cuda.is_available()
+    assert begin_so(said_of(capsys, "--config=run.yaml", "--add_tokens=gone.txt"), told, "")
+    Path("run.yaml").write_text("dataset: rows.jsonl\nadd_tokens: tokens.txt\n")
+    told = ["2: add_tokens names"]
+    assert begin_so(said_of(capsys, "--config=run.yaml"), told)
 
 
 @table(
-    ("about", "place"),
+    ("text", "place"),
     [
-        ("target_modules", "a.yaml:2"),
-        (("init_adapter", "r"), "run.yaml:2"),  # the first comes from the command line
-        (("resume", "max_seq_length", "dataset"), "a.yaml:3"),
-        ("dataset.1", "a.yaml:6"),
-        ("dataset.1.columns", "a.yaml:7"),
-        ("dataset.0.columns", "a.yaml:5"),  # has no such key
-        ("dataset.2", "a.yaml:8"),
-        ("optim_args.eps", "run.yaml:4"),
-        (("optim_args.beta1", "r"), "run.yaml:2"),  # the first comes from the command line
-        ("seed", None),
-        ((), None),
+        ("target_modules names 'w_proj'", "a.yaml:2"),
+        ("init_adapter 'x' has r 8, not 4", "run.yaml:2"),  # the first comes from the command line
+        ("max_seq_length is 8 and folder holds rows of 9", "a.yaml:3"),
+        ("b.jsonl: row 3: expected a string", "a.yaml:6"),
+        ("b.jsonl (test): columns maps 'answr'", "a.yaml:6"),
+        ("c: file not found", "a.yaml:8"),
+        ("dataset is no good", "a.yaml:4"),
+        ("optim_args has 'eps', which", "run.yaml:4"),
+        ("optim_args: beta1 is 2", "run.yaml:3"),  # comes from the command line, in a mapping of a file
+        ("seed is 3", None),
+        ("the value 'r' of seed", None),  # a word in quotes is no name
+        ("nothing is named", None),
     ],
     ids=str,
 )
-def test_the_line_that_a_mistake_is_told_of(about, place):
+def test_the_line_that_a_mistake_is_told_of(text, place):
     Path("a.yaml").write_text(
-        "# base\ntarget_modules: q_proj\nmax_seq_length: 9\ndataset:\n- path: a\n- path: b\n  columns: {}\n"
-        "- c\n"
+        "# base\ntarget_modules: q_proj\nmax_seq_length: 9\ndataset:\n- path: a.jsonl\n- path: b.jsonl\n"
+        "  split: test\n- c\n"
     )
     Path("run.yaml").write_text("base_config: a.yaml\nr: 4\noptim_args:\n  eps: 1e-6\n  beta1: 0.5\n")
     asked = load(["--config=run.yaml", "--init_adapter=x", "--optim_args.beta1=0.9"])
-    line = "what is wrong; the remedy of --r and --other"  # words decide nothing
     with pytest.raises(InputError) as told, telling_places(asked):
-        raise InputError(line, about=about)
-    of_a_file = line.replace("--r", "r")
-    assert str(told.value) == (f"{place}: {of_a_file}" if place else line)
+        raise InputError(f"{text}; the remedy of --r and --other")
+    remedy = "the remedy of r and --other" if place else "the remedy of --r and --other"
+    assert str(told.value) == f"{place}: {text}; {remedy}" if place else f"{text}; {remedy}"
 
 
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"a.jsonl": '{"q": "?", "a": "!"}'}, "2: no known data format has the columns q (str), a (str)"),
+        ({"a.jsonl": '{"q": "?", "a": "!"}'}, "2: a.jsonl: no known data format has the columns q"),
         ({"a.jsonl": '{"text": 1'}, "2: a.jsonl line 1, column 1"),
-        ({"a.jsonl": '{"text": null}'}, "2: row 0, column 'text': expected a string"),
+        ({"a.jsonl": '{"text": null}'}, "2: a.jsonl: row 0, column 'text': expected a string"),
         ({"b.jsonl": '{"q": "?", "a": "!"}'}, "5: b.jsonl: no known data format has the columns q (str)"),
         ({"b.jsonl": '{"text": 7}', "stream": True}, "5: b.jsonl: row 0, column 'text': expected a string"),
         ({"b.jsonl": "", "stream": True}, "5: b.jsonl: 0 rows"),
         ({"b.jsonl": '{"text": 1', "stream": True}, "5: b.jsonl line 1, column 1"),
-        ({"model": "gpt2"}, "1: model type 'gpt2' has no patch"),
+        ({"model": "gpt2"}, "1: ./model: model type 'gpt2' has no patch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
@@ -340,7 +347,7 @@ def test_mistakes_in_data_and_models_that_name_no_option_have_the_line_of_one(fi
     Path("run.yaml").write_text(f"{text}max_seq_length: 64\noutput_dir: out\n")
     assert main(["--config=run.yaml"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"run.yaml:{told}"), said
+    assert f"run.yaml:{told}" in said
     assert not Path("out").exists()
 
 
@@ -381,29 +388,6 @@ def test_a_rank_and_rows_that_a_model_here_has_no_room_for_are_told(capsys):
     assert main(["config", "check", "run.yaml"]) == 0
 
 
-def test_names_that_a_model_here_does_not_have_are_told_without_its_weights(capsys):
-    Path("run.yaml").write_text(
-        "target_modules: q_prj\nmodules_to_save: [lm_hed]\nlearning_rates: {norm: 1e-5}\n"
-        "embedding_learning_rate: 1e-5\nfreeze_modules: layers.99\n"
-    )
-    told = [
-        *("1: target_modules names 'q_prj'; the model has", "2: modules_to_save names 'lm_hed'; the model"),
-        "5: freeze_modules holds 'layers.99', which",
-    ]
-    for command in (["config", "check", "run.yaml"], ["--config=run.yaml"]):
-        assert main(command) == 2
-        said = capsys.readouterr().err.splitlines()
-        assert [
-            line.partition("run.yaml:")[2][: len(part)] for line, part in zip(said, told, strict=True)
-        ] == told
-    Path("run.yaml").write_text("learning_rates: {norm: 1e-5}\nembedding_learning_rate: 1e-5\ntuning: lora\n")
-    for command in (["config", "check", "run.yaml"], ["--config=run.yaml"]):
-        assert main(command) == 2
-        first, second = capsys.readouterr().err.splitlines()
-        assert first.startswith("run.yaml:1: learning_rates holds 'norm', which matches no module")
-        assert second.startswith("run.yaml:2: embedding_learning_rate is 1e-05, and neither embeddings nor")
-
-
 OF_STRANGERS = {
     "pattern": ("dataset: '*.jsonl'\n", ["1: *.jsonl: file not found; give streaming, by which a pattern"]),
     "stream": (
@@ -412,10 +396,10 @@ OF_STRANGERS = {
     ),
     "suffix": ("dataset: rows.xlsx\n", ["1: rows.xlsx: unknown suffix '.xlsx'; give a .json"]),
     "address": (
-        "model_name: https://hub/a/b\ndataset: https://hub/a/b\n",
+        "model_name: https://hub/a/b\ndataset: https://hub/a/c\n",
         [
             "1: cannot load https://hub/a/b: no such folder; give one",
-            "2: https://hub/a/b: file not found; give",
+            "2: https://hub/a/c: file not found; give",
         ],
     ),
     "folders": (
@@ -449,19 +433,14 @@ OF_STRANGERS = {
             "4: r is 4 and tuning is 'full', which makes no adapter; leave out r, or give tuning lora",
         ],
     ),
-    "shadowed": (
-        "learning_rates:\n  layers: 1e-4\n  layers.0: 1e-5\n",
-        ["3: learning_rates holds 'layers.0' after 'layers', by which all"],
-    ),
     "all frozen": (
         "freeze_modules: ['.*']\n",
         ["1: no layer is left for an adapter by freeze_modules; choose others"],
     ),
     "frozen": (
-        "freeze_modules: [norm, embed_tokens]\ntrain_modules: [norm]\ntrainable_token_indices: [5]\n",
+        "freeze_modules: [norm, embed_tokens]\ntrainable_token_indices: [5]\n",
         [
-            "2: train_modules holds 'norm', and freeze_modules freezes all",
-            "3: trainable_token_indices trains rows of model.embed_tokens, and freeze_modules freezes",
+            "2: trainable_token_indices trains rows of model.embed_tokens, and freeze_modules freezes",
         ],
     ),
     "floor": (
@@ -484,21 +463,10 @@ OF_STRANGERS = {
         "min_pixels: 9\nmax_pixels: 4\nimage_folder: gone\nmodel_name: vision-demo\n",
         ["1: min_pixels is 9 and max_pixels is 4", "3: image_folder is 'gone', which is no folder"],
     ),
-    "zero": (
-        'add_tokens: "a\\0b"\n',
-        [r"1: add_tokens is 'a\x00b': no name of a file; give a file of tokens"],
-    ),
     "nothing": ("add_tokens: ''\n", ["1: add_tokens is '': no name of a file; give a file of tokens"]),
     "tokens": (
         "trainable_token_indices: 9999\nmodules_to_save: embed_tokens\n",
         ["1: trainable_token_indices is 9999", "2: modules_to_save names embed_tokens, of which"],
-    ),
-    "mappings as text": (
-        "optim_args: beta7=1\nlearning_rates: '{\"lm_hed\": 1}'\ncolumns: a=text,b=\n",
-        [
-            "1: optim_args has 'beta7'",
-            "2: learning_rates holds 'lm_hed', which matches no module that trains",
-        ],
     ),
 }
 

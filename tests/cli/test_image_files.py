@@ -7,10 +7,10 @@ import shutil
 import datasets
 import pytest
 from image_runs import flags, prepared, refused, rows_of, write
+from prepared_runs import prepare
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
-from unsloth_pack.run.prepare import check_images, prepare
 from unsloth_pack.run.resolve import read_options
 
 
@@ -39,7 +39,7 @@ def test_a_run_that_has_learned_nothing_is_no_success(place, tmp_path, capsys):
     rows = write(tmp_path / "rows.jsonl", [row for row in rows_of(place) if row["images"]])
     more = ["--image_folder", folder, "--skip_broken_images", "--dataset", rows]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("unsloth_pack.run.prepare.check_images", lambda *a, **b: empty(folder))
+        patched.setattr("unsloth_pack.run.data.check_one_can_be_decoded", lambda *_: empty(folder))
         said = refused(capsys, flags(place, tmp_path / "out", *more))
     assert "no token was counted in the loss, since every document had an image" in said
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -59,8 +59,7 @@ def test_a_folder_that_some_data_uses_is_taken(place, tmp_path, capsys):
     given = flags(place, tmp_path / "out", "--dataset", tmp_path / "bytes.parquet")
     said = refused(capsys, given)
     assert re.search(r"image_folder is '.*seen', and no image of the data is a file; leave out", said)
-    made = prepare(read_options([*given, "--eval_dataset", str(place / "rows.jsonl")]))
-    check_images(made.images, made.train, None, is_resumed=True)
+    prepare(read_options([*given, "--eval_dataset", str(place / "rows.jsonl")]))
     both = f"{tmp_path / 'bytes.parquet'},{place / 'rows.jsonl'}"
     assert prepared(place, tmp_path, "--dataset", both, "--sample_limit", 2)  # which leaves the bytes alone
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from image_runs import flags, refused, without_folder, write
 from packs_on_disk import edit_manifest, rewrite
+from prepared_runs import prepare
 
 from unsloth_pack.cli import main
-from unsloth_pack.run.prepare import prepare
 from unsloth_pack.run.resolve import read_options
 
 

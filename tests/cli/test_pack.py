@@ -10,12 +10,13 @@ import pytest
 from cli_runs import losses, read_metrics, tree
 from model_folder import byte_tokenizer, save_model
 from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
+from prepared_runs import prepare
 from safetensors.torch import load_file
 
 from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
 from unsloth_pack.packing import read_manifest
-from unsloth_pack.run import prepare
+from unsloth_pack.run import data as run_data
 from unsloth_pack.run.resolve import read_options
 
 CAPACITY = 128
@@ -170,14 +171,14 @@ def test_no_flag_lets_documents_see_each_other(flags, first_loss, truth, monkeyp
 
 def test_one_causal_mask_would_give_another_loss(first_loss, truth, monkeypatch):
     """What the tests above would see if the boundaries were lost."""
-    read = prepare.read_packs
+    read = run_data.read_packs
 
     def without_boundaries(*arguments):
         manifest, rows = read(*arguments)
         whole = [[len(ids)] for ids in rows["input_ids"]]
         return manifest, rows.remove_columns("seq_lengths").add_column("seq_lengths", whole)
 
-    monkeypatch.setattr(prepare, "read_packs", without_boundaries)
+    monkeypatch.setattr(run_data, "read_packs", without_boundaries)
     assert first_loss() != pytest.approx(truth, rel=1e-3)
 
 
@@ -309,8 +310,7 @@ def test_as_many_documents_an_update_from_packs(packs, model, data, tmp_path):
     flags += ["--keep_examples_per_update", "--max_seq_length=128"]
     sources = (["--dataset", str(packs)], ["--dataset", data, "--sample_packing"])
     from_packs, from_rows = (
-        prepare.prepare(read_options([*flags, *source])).config.gradient_accumulation_steps
-        for source in sources
+        prepare(read_options([*flags, *source])).config.gradient_accumulation_steps for source in sources
     )
     assert from_packs == from_rows < 16
 

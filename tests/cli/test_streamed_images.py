@@ -9,12 +9,12 @@ import datasets
 import numpy as np
 import pytest
 from image_runs import flags, prepared, refused, rows_of, without_folder, write
+from prepared_runs import prepare
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.report.metrics import read_losses
-from unsloth_pack.run.prepare import prepare
 from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 

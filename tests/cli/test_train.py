@@ -201,7 +201,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("unsloth_pack.run.prepare.prepare", lambda options: signal.raise_signal(number))
+    monkeypatch.setattr("unsloth_pack.run.data.build_data", lambda *_: signal.raise_signal(number))
     before = signal.getsignal(number)
     assert train() == 128 + number
     assert signal.getsignal(number) is before
@@ -456,7 +456,7 @@ def test_gradient_checkpointing_changes_no_loss(mode, train, tmp_path):
 
 
 def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
-    from unsloth_pack.run.prepare import prepare
+    from prepared_runs import prepare
 
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 256}
     flags |= {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 2}
@@ -472,7 +472,7 @@ def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
 
 def test_packing_is_planned_over_the_whole_data_set(model, tmp_path):
     """Long documents first, their fillers more than a thousand rows later."""
-    from unsloth_pack.run.prepare import prepare
+    from prepared_runs import prepare
 
     rows = [{"text": "a" * n} for n in [199] * 1500 + [55] * 1500]
     path = tmp_path / "long_then_short.json"

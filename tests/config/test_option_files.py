@@ -76,7 +76,7 @@ def test_the_mistakes_of_all_files_and_of_the_command_line_come_at_once():
     write(base="model:\n  lr: 1\nr: 0\nr: 1\n")
     content = "seed: x\nbase_config: [base.yaml, gone.yaml]\nfrob: 1\noutput:\n  r: 3\n"
     assert said_of(content, "--columns.q=nonsense")[:-1] == [
-        "run.yaml:1: seed is 'x'; give a whole number of at least 0",
+        "run.yaml:1: seed is 'x'; give a whole number from 0 to 4294967295",
         "run.yaml:2: base_config is 'gone.yaml': No such file or directory; check the path from this file's "
         "folder",
         "run.yaml:3: frob is unknown; see `unsloth-pack --help`",
@@ -94,15 +94,14 @@ def test_the_mistakes_of_all_files_and_of_the_command_line_come_at_once():
         ("r: 4\n".encode("utf-16"), "run.yaml:1: not yaml in UTF-8; save the file as UTF-8"),
         (b"r: 4\r\nseed: 1\r\nsede: 1\r\n", "run.yaml:3: sede is unknown; did you mean seed?"),
         (b"\xef\xbb\xbfr: 0\n", "run.yaml:1: r is 0; give a whole number of at least 1"),
-        ("r: " + "[" * 5000, "run.yaml:1: not yaml that can be read: too deeply nested; write it flatter"),
     ],
-    ids=["bytes", "UTF-16", "Windows", "BOM", "deep"],
+    ids=["bytes", "UTF-16", "Windows", "BOM"],
 )
 def test_unusual_files(content, expected):
     assert said_of(content) == [expected]
 
 
-@table("name", ["gone.yaml", ".", "/dev/zero", "", "a\0b"])
+@table("name", ["gone.yaml", ".", ""])
 def test_a_file_that_cannot_be_opened(name):
     with pytest.raises(InputError, match=r"^config is .*; check the path$"):
         given("--config", name)
@@ -288,7 +287,7 @@ def test_patterns_of_the_upper_file_come_first():
         (["--seed.a=1"], "argument --seed.a: seed is no mapping; give --seed"),
         (["--loftq_config.a"], "argument --loftq_config.a: a value is missing; give one"),
         (["--loftq_config.a", "--r=1"], "argument --loftq_config.a: a value is missing; give one"),
-        (["--training.seed=x"], "argument --seed: got 'x'; give a whole number of at least 0"),
+        (["--training.seed=x"], "seed is 'x'; give a whole number from 0 to 4294967295"),
         (["--training.sede=1"], "unknown argument '--sede'; did you mean --seed?"),
         (["--tuner.lora_rank", "8"], "unknown argument '--tuner.lora_rank'; did you mean --r?"),
         (["--frob.nicate=1"], "unknown argument '--frob.nicate'; see `unsloth-pack --help`"),

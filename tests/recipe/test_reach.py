@@ -4,8 +4,8 @@ import json
 
 import pytest
 from model_folder import save_model
+from prepared_runs import prepare
 
-from unsloth_pack.run.prepare import prepare
 from unsloth_pack.run.resolve import read_options
 
 # Values that no option has by itself; the names are those of transformers' `TrainingArguments`

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from unsloth_pack.config import Parser, json_schema, load, telling_places, train_parser
-from unsloth_pack.errors import InputError, printable
+from unsloth_pack.errors import InputError, printable, raise_together
+from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.folder import lines_with_origins
-from unsloth_pack.run.resolve import filled_in
-from unsloth_pack.run.validate import check_file, check_sure
+from unsloth_pack.run.resolve import resolve
+from unsloth_pack.run.validate import check_sure, validate_file
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",
@@ -31,15 +32,17 @@ def run(arguments: Sequence[str]) -> int:
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    loaded = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
-    if action == "check" and "config" not in loaded.given:
+    asked = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
+    if action == "check" and "config" not in asked.given:
         raise InputError("config check is given no file; name one")
-    with telling_places(loaded):
-        if action == "show":
-            lines = [*map(printable, lines_with_origins(loaded))]
-        else:
-            check_file(filled_in(loaded.given, may_lack_adapter=True), loaded.given)
-            lines = [printable(f"{loaded.given['config']}: no mistakes")]
+    with telling_places(asked):
+        options = resolve(asked)
+        if action == "check":
+            validate_file(options)
+            print(printable(f"{asked.output.config}: no mistakes"))
+            return 0
+        raise_together(contradictions(options))
+        lines = [*map(printable, lines_with_origins(options))]
     LastingConsole().out(*lines, sep="\n", highlight=False)
     return 0
 

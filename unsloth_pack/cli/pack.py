@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.options import TrainingOptions
-from unsloth_pack.config.values import Count, FilePath, OneOf
+from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.planner import STRATEGIES
 from unsloth_pack.run.data_flags import (
@@ -36,8 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.terminal import LastingConsole, print_packs
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.image_rows import refuse_unused_folder
     from unsloth_pack.run.images import prepared_images
-    from unsloth_pack.run.prepare import refuse_unused_folder
 
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)
@@ -92,7 +92,7 @@ def _parser() -> Parser:
         prog="unsloth-pack pack",
         description="Tokenise and pack a data set once; train on it with --dataset DIR.",
     )
-    add, strategy = parser.add_argument, Annotated[str, OneOf((*STRATEGIES,))]
+    add, strategy = parser.add_argument, Literal[(*STRATEGIES,)]
     add_data_flags(parser)
     tokenizer = "whose tokenizer is used: demo, a folder, or a hub name (default: demo)"
     parser.add_option("model_name", tokenizer)

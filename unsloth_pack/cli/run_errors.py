@@ -1,14 +1,13 @@
-"""What ends a run early, in one line that says how to go on."""
+"""Errors that end a run early, in one line that says how to resume it."""
 
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.checkpoints.names import holds_model
-from unsloth_pack.config import TrainOptions
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.run.machine import count_processes
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from unsloth_pack.report.callbacks import StopOnSignal
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.training.nonfinite import NonFinite
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -26,8 +24,11 @@ class Diverged(RunStopped):
 
 
 @contextmanager
-def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
+def explained(trainer: "RunTrainer", **options: Any) -> Iterator[None]:
     """Inside this context, an error that ends the training says what is on the disk and how to go on.
+
+    Args:
+        options: of `MemoryAdvice`.
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
@@ -37,11 +38,12 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
 
     from unsloth_pack.training.checkpoints import lost_a_process
 
-    folder = options.folder
+    folder = Path(str(trainer.args.output_dir))
     try:
         yield
     except torch.OutOfMemoryError as error:
-        said = f"out of memory in update {trainer.state.global_step + 1}: {_advice(trainer, options, error)}"
+        advice = _advice(trainer, error, options)
+        said = f"out of memory in update {trainer.state.global_step + 1}: {advice}"
         raise RunStopped(f"{said}; {resume_hint(folder)}") from error
     except Diverged:
         raise
@@ -56,8 +58,8 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
-    """As `explained`, but for saving and showing what was trained.
+def resume_hint_on_error(folder: Path) -> Iterator[None]:
+    """Inside this context, an error of input, of the disk, or of the user says how to go on.
 
     Raises:
         RunStopped: the disk is full, or what was trained cannot be saved.
@@ -71,61 +73,36 @@ def kept(folder: Path) -> Iterator[None]:
         raise type(error)(f"interrupted; {resume_hint(folder)}") from None
 
 
-def _advice(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:
+def _advice(trainer: "RunTrainer", error: BaseException, options: dict[str, Any]) -> str:
     from unsloth_pack.memory.advice import MemoryAdvice
 
     model: Any = trainer.model
     use = trainer.memory_watch.use_at(error, model, trainer.optimizer)
     if use is None:
         return "not in a step of training; lower --per_device_eval_batch_size, or end what else uses the GPU"
-    advice = MemoryAdvice(
-        use,
-        max_seq_length=options.model.max_seq_length,
-        batch_size=trainer.args.per_device_train_batch_size,
-        accumulation=trainer.args.gradient_accumulation_steps,
-        recomputes_all=options.training.use_gradient_checkpointing not in (False, "auto"),
-        quantised=options.model.load_in_4bit,
-    )
-    return str(advice)
-
-
-def report_nonfinite(
-    trainer: "RunTrainer", options: TrainOptions, console: "Console", metrics: "MetricsFile"
-) -> None:
-    """Have updates that are not finite treated as the options say, and shown, and written to the metrics."""
-
-    def report(found: "NonFinite") -> None:
-        metrics.write("nonfinite", **asdict(found))
-        console.print(str(found), soft_wrap=True, markup=False)
-
-    trainer.finite_updates.on_nonfinite = options.training.on_nonfinite
-    trainer.finite_updates.report = report
+    rows, steps = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
+    return str(MemoryAdvice(use, batch_size=rows, accumulation=steps, **options))
 
 
 def check_finite(trainer: "RunTrainer") -> None:
     """Raise `RunStopped` if an update that was not finite stopped the training."""
-    found = trainer.finite_updates.stopped_by
-    if found is None:
+    update = trainer.finite_updates.stopped_by
+    if update is None:
         return
-    if found.has_diverged:
-        raise Diverged(f"{found}; start anew with a lower --learning_rate")
-    cause = "correct the data" if found.culprits else "lower --learning_rate, or correct the data,"
+    if update.has_diverged:
+        raise Diverged(f"{update}; start anew with a lower --learning_rate")
+    cause = "correct the data" if update.culprits else "lower --learning_rate, or correct the data,"
     raise RunStopped(
-        f"{found}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
+        f"{update}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
     )
 
 
 def check_learned(trainer: "RunTrainer") -> None:
-    """Refuse to end well a run that learned from no token, as every image that came was broken.
-
-    Raises:
-        InputError: so it was.
-    """
+    """Raise InputError for a run that learned from no token, since every image was broken."""
     if trainer.image_rows is not None and trainer.image_rows.skip_broken and not trainer.trained.counted:
         raise InputError(
             "no token was counted in the loss, since every document had an image that could not be used; "
-            "replace the images, or leave out --skip_broken_images to see the first",
-            about="skip_broken_images",
+            "replace the images, or leave out --skip_broken_images to see the first"
         )
 
 
@@ -138,6 +115,19 @@ def check_stream(trainer: "RunTrainer", stop: "StopOnSignal") -> None:
         raise RunStopped(str(error or said)) from error
 
 
+def say_how_to_resume(
+    console: "Console", trainer: "RunTrainer", metrics: "MetricsFile", received: Signals
+) -> int:
+    """Print how to resume a run that a signal stopped; returns the exit code."""
+    step, of = trainer.state.global_step, trainer.state.max_steps
+    metrics.write("stopped", step=step, signal=received.name)
+    hint = resume_hint(Path(str(trainer.args.output_dir)))
+    console.print(
+        f"stopped by {received.name} after update {step} of {of}; {hint}", soft_wrap=True, markup=False
+    )
+    return 128 + int(received)
+
+
 def resume_hint(folder: Path) -> str:
     """How to go on with the run in `folder`, and from where."""
     from unsloth_pack.training.checkpoints import last_checkpoint
@@ -148,7 +138,7 @@ def resume_hint(folder: Path) -> str:
     if checkpoint is None and (folder / "adapter_config.json").exists():  # it is saved after the training
         merge = f"unsloth-pack merge --model_name {quoted} --save_path FOLDER"
         return f"the adapter is saved, merge it with: {merge}"
-    kept = f"{checkpoint.name} is whole, go on" if checkpoint else "there is no checkpoint yet, start over"
+    begin = f"{checkpoint.name} is whole, go on" if checkpoint else "there is no checkpoint yet, start over"
     processes = count_processes()
     program = f"torchrun --nproc_per_node {processes} cli.py" if processes > 1 else "unsloth-pack"
-    return f"{kept} with: {program} --resume --output_dir {quoted}"
+    return f"{begin} with: {program} --resume --output_dir {quoted}"

@@ -2,22 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
 
+from unsloth_pack.config.options import DataOptions, ModelOptions, TrainingOptions
 from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import why_not_flat
+from unsloth_pack.report.callbacks import ProgressCallback
 from unsloth_pack.report.html import plot_lengths
 from unsloth_pack.report.metrics import MetricsFile, peak_memory
 from unsloth_pack.report.terminal import (
@@ -31,17 +35,17 @@ from unsloth_pack.report.terminal import (
     fill_of_padded,
     print_banner,
     print_generations,
+    print_summary,
 )
+from unsloth_pack.run.data import PreparedRows, TrainingData
+from unsloth_pack.run.images import ImagePreparation
 from unsloth_pack.run.machine import is_main_process
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
+from unsloth_pack.training.trainer import RunTrainer
 
 if TYPE_CHECKING:
-    from trl import SFTConfig
-
-    from unsloth_pack.config import TrainOptions
     from unsloth_pack.report.html import ImageSeen, PackedRowSeen
-    from unsloth_pack.run.prepare import Prepared
-    from unsloth_pack.training.trainer import RunTrainer
+    from unsloth_pack.training.nonfinite import NonFinite
 
 _EXAMPLES = 3  # generations shown side by side
 _ROWS_LOOKED_AT = 64  # for one to draw
@@ -49,85 +53,203 @@ _THUMBNAIL = (96, 96)  # pixels, at most, of an image that is drawn
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
-def describe_rows(
-    trainer: "RunTrainer", prepared: "Prepared", metrics: MetricsFile, is_new: bool
-) -> RowFill | None:
-    """How full the training rows are; None where they stream. A new run plots that, and writes it down."""
-    rows = prepared.train.rows
-    fill = None if isinstance(rows, RowStream) else _fill(trainer, prepared, rows)
-    if not (metrics.enabled and is_new):
-        return fill
-    train, evaluation = prepared.train, prepared.evaluation
-    slots = {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
-    sampler = trainer.packed_sampler
-    spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
-    data: dict[str, Any] = {"ledger": asdict(train.ledger), "fingerprint": train.fingerprint}
-    if train.parts:
-        data |= {"mixture": prepared.options.data.mixture, "data_sets": list(map(asdict, train.parts))}
-    metrics.write("data", use="train", **data, **slots, **spread)
-    if evaluation:
-        data = {"ledger": asdict(evaluation.ledger), "fingerprint": evaluation.fingerprint}
-        if evaluation.parts:
-            data |= {"data_sets": list(map(asdict, evaluation.parts))}
-        metrics.write("data", use="eval", **data)
-    if not isinstance(rows, RowStream):
-        lengths = document_lengths(rows)
-        plot_lengths(lengths, prepared.options.model.max_seq_length, metrics.path.parent / "lengths.png")
-    return fill
+class DemoScores:
+    """How well the model of a demo answers held-out rows, before training and after it.
+
+    Args:
+        demo: the bundled model; None if another one trains, or its weights are sharded.
+    """
+
+    def __init__(
+        self,
+        demo: str | None,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImagePreparation | None,
+    ):
+        self._model, self._tokenizer, self._images = model, tokenizer, images
+        self._rows: list[dict[str, Any]] = []
+        if demo is not None and is_main_process():
+            self._rows = load_rows(demo, "test").to_list()
+        self._before = self._score()
+
+    def _score(self) -> ExactMatch | None:
+        if not self._rows:
+            return None
+        if self._images is not None:
+            from unsloth_pack.demo import evaluate_pictures
+
+            return evaluate_pictures.exact_match(self._model, self._images.processor, self._rows)
+        return exact_match(self._model, self._tokenizer, self._rows)
+
+    def show(self, console: Console, metrics: MetricsFile) -> None:
+        """Score the trained model, and print and write down both scores, with a few answers."""
+        before, after = self._before, self._score()
+        if not (before and after):
+            return
+        pairs = zip(before.generations, after.generations, strict=True)
+        examples = [
+            {"prompt": new.prompt, "before": old.answer, "after": new.answer, "expected": new.expected}
+            for old, new in pairs
+            if len(new.prompt) <= _LONGEST_PROMPT
+        ][:_EXAMPLES]
+        metrics.write(
+            "demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples
+        )
+        print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
-def _fill(trainer: "RunTrainer", prepared: "Prepared", rows: Dataset) -> RowFill:
-    options, train = prepared.options, prepared.train
-    if options.data.sample_packing:
-        capacity = train.packs.capacity if train.packs else options.model.max_seq_length
-        trained_on: Any = trainer.train_dataset
-        return fill_of_packed(trained_on, capacity)
-    if options.data.padding_free:
-        return fill_of_joined(rows)
-    return fill_of_padded(rows, prepared.config.per_device_train_batch_size, options.training.seed)
+class RunReport:
+    """Shows a run on the terminal, and writes it into the metrics file and the report page."""
+
+    def __init__(
+        self,
+        console: Console,
+        metrics: MetricsFile,
+        trainer: RunTrainer,
+        data: TrainingData,
+        model: ModelOptions,
+        options: DataOptions,
+        training: TrainingOptions,
+        dtype: torch.dtype,
+    ):
+        self._console, self._metrics, self._trainer, self._data = console, metrics, trainer, data
+        self._model, self._options, self._training, self._dtype = model, options, training, dtype
+        packs = data.train.packs
+        self._capacity = packs.capacity if packs else model.max_seq_length
+        self._fill = self._fill_of_rows()
+        trainer.finite_updates.report = self._report_nonfinite
+        trainer.add_callback(ProgressCallback(console, self._print_banner))
+
+    def _report_nonfinite(self, update: "NonFinite") -> None:
+        self._metrics.write("nonfinite", **asdict(update))
+        self._console.print(str(update), soft_wrap=True, markup=False)
+
+    def _fill_of_rows(self) -> RowFill | None:
+        """How full the training rows are; None where they stream."""
+        rows, config = self._data.train.rows, self._trainer.args
+        assert isinstance(config, SFTConfig)
+        if isinstance(rows, RowStream):
+            return None
+        if self._options.sample_packing:
+            packed: Any = self._trainer.train_dataset
+            return fill_of_packed(packed, self._capacity)
+        if config.padding_free:
+            return fill_of_joined(rows)
+        return fill_of_padded(rows, config.per_device_train_batch_size, config.seed)
+
+    def write_data(self) -> None:
+        """Write the data of a new run into the metrics file, and plot the lengths of its documents."""
+        if not self._metrics.enabled:
+            return
+        fill, sampler, rows = self._fill, self._trainer.packed_sampler, self._data.train.rows
+        more: dict[str, Any] = {"mixture": self._options.mixture} if self._data.train.parts else {}
+        more |= {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
+        more |= {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
+        self._metrics.write("data", use="train", **_described(self._data.train), **more)
+        if self._data.evaluation:
+            self._metrics.write("data", use="eval", **_described(self._data.evaluation))
+        if not isinstance(rows, RowStream):
+            path = self._metrics.path.parent / "lengths.png"
+            plot_lengths(document_lengths(rows), self._model.max_seq_length, path)
+
+    def _print_banner(self, updates: int) -> None:
+        trainer, config, train = self._trainer, self._trainer.args, self._data.train
+        model: Any = trainer.model
+        patch, sampler, evaluation = patch_of(model), trainer.packed_sampler, self._data.evaluation
+        assert patch is not None
+        if isinstance(model, PeftModel):
+            trained, everything = model.get_nb_trainable_parameters()
+        else:
+            trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
+        rows_per_step = config.per_device_train_batch_size
+        facts = RunFacts(
+            model_name=self._model.model_name,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=_device_name(config.device, config.world_size),
+            trained_parameters=trained,
+            all_parameters=everything,
+            packs=train.packs,
+            rows_per_step=rows_per_step,
+            rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
+            steps=updates,
+            optimizer=self._describe_optimizer(),
+            output_dir=str(config.output_dir),
+            spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
+            waiting=train.rows.waiting_at_most if isinstance(train.rows, RowStream) else None,
+            mixture=self._options.mixture,
+            parts=train.parts,
+            evaluation=evaluation.ledger if evaluation else None,
+        )
+        print_banner(self._console, facts, patch.report, train.ledger, self._fill)
+
+    def _describe_optimizer(self) -> str:
+        training, config = self._training, self._trainer.args
+        why_not = why_not_flat(config, self._trainer.model)
+        takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
+        if training.optimizer_in_backward:
+            takes = "each weight in the backward pass, where its gradient is freed"
+        said = f"{training.optim}, learning rate {config.learning_rate:g}, {takes}"
+        return f"{said}; float32 masters on the host" if training.masters_on_host else said
+
+    def stream_totals(self) -> StreamTotals | None:
+        """The counts of a stream, if the data streams. Every process has to call this."""
+        stream = self._trainer.row_stream
+        return None if stream is None else totals(stream, self._trainer.rows_trained)
+
+    def summarise(self, stream: StreamTotals | None) -> RunSummary:
+        """The figures of the run in all of its processes. Every process has to call this."""
+        return summarise(self._trainer, self._fill, stream, self._data.train.parts)
+
+    def finish(self, summary: RunSummary, ledger: TokenLedger) -> None:
+        """Write the report page and the summary, and print it."""
+        figures = {**asdict(summary), "ledger": asdict(ledger)}
+        self.write_page(figures)
+        self._metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
+        print_summary(self._console, summary, ledger)
+
+    def write_page(self, figures: Mapping[str, Any]) -> None:
+        """Write `report.html`. Whatever goes wrong is told in a line, and the run ends well.
+
+        Args:
+            figures: of the summary, which the metrics file does not hold yet.
+        """
+        if not self._metrics.enabled:
+            return
+        try:
+            from unsloth_pack.report.html import RunSeen, write_page
+            from unsloth_pack.report.metrics import line_of, read_lines
+
+            model: Any = self._trainer.model
+            folder, patch, rows = self._metrics.path.parent, patch_of(model), self._data.train.rows
+            assert patch is not None
+            lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
+            row = self._row_to_draw() if self._options.sample_packing else None
+            seen = RunSeen(patch.report, lengths, row, self._model.max_seq_length)
+            why_not = write_page(folder, [*read_lines(folder), line_of("summary", **figures)], seen)
+        except Exception as error:
+            why_not = f"{type(error).__name__}: {first_line(error)}"
+        if why_not is not None:
+            self._console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
+
+    def _row_to_draw(self) -> "PackedRowSeen | None":
+        """Among the first rows the one with the most documents; None where rows stream."""
+        from unsloth_pack.report.html import PackedRowSeen
+
+        if self._trainer.row_stream is not None:
+            return None
+        rows: Any = self._trainer.train_dataset
+        first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
+        row = max(first, key=lambda row: len(row["seq_lengths"]))
+        is_counted = np.asarray(row["labels"]) != IGNORE_INDEX
+        is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
+        images = _images_to_draw(row, self._data.images) if self._data.images else []
+        return PackedRowSeen(row["seq_lengths"], is_counted, self._capacity, images)
 
 
-def announce(
-    console: Console, trainer: "RunTrainer", prepared: "Prepared", fill: RowFill | None, updates: int
-) -> None:
-    """Print the banner of a run that will have so many updates."""
-    options, config = prepared.options, prepared.config
-    model: Any = trainer.model
-    patch = patch_of(model)
-    assert patch is not None
-    if isinstance(model, PeftModel):
-        trained, everything = model.get_nb_trainable_parameters()
-    else:
-        trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
-    rows_per_step, sampler = config.per_device_train_batch_size, trainer.packed_sampler
-    facts = RunFacts(
-        model_name=options.model.model_name,
-        dtype=str(prepared.dtype).removeprefix("torch."),
-        device=_device_name(config.device, config.world_size),
-        trained_parameters=trained,
-        all_parameters=everything,
-        packs=prepared.train.packs,
-        rows_per_step=rows_per_step,
-        rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
-        steps=updates,
-        optimizer=_describe_optimizer(options, config, model),
-        output_dir=str(config.output_dir),
-        spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
-        waiting=rows.waiting_at_most if isinstance(rows := prepared.train.rows, RowStream) else None,
-        mixture=options.data.mixture,
-        parts=prepared.train.parts,
-        evaluation=prepared.evaluation.ledger if prepared.evaluation else None,
-    )
-    print_banner(console, facts, patch.report, prepared.train.ledger, fill)
-
-
-def _describe_optimizer(options: "TrainOptions", config: "SFTConfig", model: Any) -> str:
-    why_not = why_not_flat(config, model)
-    takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
-    if options.training.optimizer_in_backward:
-        takes = "each weight in the backward pass, where its gradient is freed"
-    said = f"{options.training.optim}, learning rate {config.learning_rate:g}, {takes}"
-    return f"{said}; float32 masters on the host" if options.training.masters_on_host else said
+def _described(rows: PreparedRows) -> dict[str, Any]:
+    values: dict[str, Any] = {"ledger": asdict(rows.ledger), "fingerprint": rows.fingerprint}
+    return values | ({"data_sets": list(map(asdict, rows.parts))} if rows.parts else {})
 
 
 def _device_name(device: torch.device, count: int) -> str:
@@ -138,133 +260,32 @@ def _device_name(device: torch.device, count: int) -> str:
     return name if count == 1 else f"{count} x {name}"
 
 
-class DemoScores:
-    """How well the model of a demo answers held-out rows, before training and after it.
-
-    Other runs have no such rows. The main process alone has them, and none has if the weights are sharded.
-    """
-
-    def __init__(self, model: Any, prepared: "Prepared"):
-        self._model, self._prepared = model, prepared
-        training = prepared.options.training
-        has_rows = prepared.options.is_demo and is_main_process()
-        has_rows = has_rows and training.fsdp is None and training.deepspeed is None
-        name = prepared.options.model.model_name
-        self._rows: list[dict[str, Any]] = load_rows(name, "test").to_list() if has_rows else []
-        self._before = self._score()
-
-    def _score(self) -> ExactMatch | None:
-        if not self._rows:
-            return None
-        if (images := self._prepared.images) is not None:
-            from unsloth_pack.demo import evaluate_pictures
-
-            return evaluate_pictures.exact_match(self._model, images.processor, self._rows)
-        return exact_match(self._model, self._prepared.tokenizer, self._rows)
-
-    def show(self, console: Console, metrics: MetricsFile) -> None:
-        """Score the trained model, and print and write down both scores, with a few answers."""
-        before, after = self._before, self._score()
-        if not (before and after):
-            return
-        short = [i for i, made in enumerate(after.generations) if len(made.prompt) <= _LONGEST_PROMPT]
-        examples = [
-            {
-                "prompt": after.generations[i].prompt,
-                "before": before.generations[i].answer,
-                "after": after.generations[i].answer,
-                "expected": after.generations[i].expected,
-            }
-            for i in short[:_EXAMPLES]
-        ]
-        metrics.write(
-            "demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples
-        )
-        print_generations(console, before.score, after.score, len(after.generations), examples)
-
-
-def write_report(
-    console: Console,
-    trainer: "RunTrainer",
-    prepared: "Prepared",
-    metrics: MetricsFile,
-    summary: Mapping[str, Any],
-) -> None:
-    """Write `report.html`. Whatever goes wrong is told in a line, and the run ends well.
-
-    Args:
-        summary: the figures that end the run, which the metrics file does not hold yet.
-    """
-    if not metrics.enabled:
-        return
-    try:
-        from unsloth_pack.report.html import RunSeen, write_page
-        from unsloth_pack.report.metrics import line_of, read_lines
-
-        folder, options = metrics.path.parent, prepared.options
-        patch = patch_of(cast(Any, trainer.model))
-        assert patch is not None
-        rows = prepared.train.rows
-        lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
-        capacity = prepared.train.packs.capacity if prepared.train.packs else options.model.max_seq_length
-        row = _row_to_draw(trainer, prepared, capacity) if options.data.sample_packing else None
-        seen = RunSeen(patch.report, lengths, row, options.model.max_seq_length)
-        why_not = write_page(folder, [*read_lines(folder), line_of("summary", **summary)], seen)
-    except Exception as error:
-        why_not = f"{type(error).__name__}: {first_line(error)}"
-    if why_not is not None:
-        console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
-
-
-def _row_to_draw(trainer: "RunTrainer", prepared: "Prepared", capacity: int) -> "PackedRowSeen | None":
-    """Among the first rows the one with the most documents; None where rows stream."""
-    from unsloth_pack.report.html import PackedRowSeen
-
-    if trainer.row_stream is not None:
-        return None
-    rows: Any = trainer.train_dataset
-    first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
-    row = max(first, key=lambda row: len(row["seq_lengths"]))
-    is_counted = np.asarray(row["labels"]) != IGNORE_INDEX
-    is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
-    return PackedRowSeen(row["seq_lengths"], is_counted, capacity, _images_to_draw(row, prepared))
-
-
-def _images_to_draw(row: Mapping[str, Any], prepared: "Prepared") -> "list[ImageSeen]":
+def _images_to_draw(row: Mapping[str, Any], images: ImagePreparation) -> "list[ImageSeen]":
     from unsloth_pack.images.prepared import source_from_record
     from unsloth_pack.images.reading import UnreadableImage, read_pixels
     from unsloth_pack.report.html import placed
     from unsloth_pack.training.image_rows import COLUMN
 
-    if prepared.images is None:
-        return []
     pixels = []
     for image in row[COLUMN]:
         try:
-            picture = read_pixels(source_from_record(image, prepared.images.folder))
+            picture = read_pixels(source_from_record(image, images.folder))
             picture.thumbnail(_THUMBNAIL)
             pixels.append(np.asarray(picture))
         except UnreadableImage:  # it was left out of the training too
             pixels.append(np.full((1, 1, 3), 192, np.uint8))
-    is_image = np.asarray(row["input_ids"]) == prepared.images.token_ids.placeholder
+    is_image = np.asarray(row["input_ids"]) == images.token_ids.placeholder
     return placed(is_image, [image["tokens"] for image in row[COLUMN]], pixels)
 
 
-def stream_totals(trainer: "RunTrainer") -> StreamTotals | None:
-    """What was read and trained on, if the data streams. Every process has to call this."""
-    stream = trainer.row_stream
-    return None if stream is None else totals(stream, trainer.rows_trained)
-
-
 def summarise(
-    trainer: "RunTrainer", fill: RowFill | None, stream: StreamTotals | None, parts: Sequence[Part]
+    trainer: RunTrainer, fill: RowFill | None, stream: StreamTotals | None, parts: Sequence[Part]
 ) -> RunSummary:
-    """How the run went, in all of its processes. Every process has to call this.
+    """The figures of a run in all of its processes. Every process has to call this.
 
     Args:
         fill: of the rows, or None where they stream.
-        stream: what was read of it.
-        parts: the data sets.
+        stream: its counts, if the data streams.
     """
     trained, rows = trainer.trained, fill or stream
     assert rows is not None
@@ -288,11 +309,11 @@ def summarise(
         updates_left_out=trainer.finite_updates.left_out,
         broken_images=trainer.counts.broken_images,
         output_dir=str(trainer.args.output_dir),
-        stream=_about_rows(stream, trainer, [part.name for part in parts]) if stream else None,
+        stream=_rows_of_stream(stream, trainer, [part.name for part in parts]) if stream else None,
     )
 
 
-def _about_rows(stream: StreamTotals, trainer: "RunTrainer", names: list[str]) -> RowsOfStream:
+def _rows_of_stream(stream: StreamTotals, trainer: RunTrainer, names: list[str]) -> RowsOfStream:
     rows = trainer.row_stream
     assert rows is not None
     slots = stream.rows * rows.capacity

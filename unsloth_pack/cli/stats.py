@@ -112,8 +112,8 @@ def _sizes(text: str) -> list[list[str]]:
 
 def _mixture(flags: Mapping[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.image_rows import refuse_unused_folder
     from unsloth_pack.run.images import prepared_images
-    from unsloth_pack.run.prepare import refuse_unused_folder
 
     data, settings, model_name = data_options(flags), image_options(flags), flags.get("model_name", "demo")
     rows = load_training_data(data)

@@ -5,12 +5,12 @@
     adapter:                     # or inside its section
       r: 8
 
-Mappings are merged deeply, all else replaces what the base file says, and null restores the default.
+Mappings are merged, all else replaces what the base file says, and null restores the default.
 """
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,6 @@ BASE = "base_config"
 _NAMES = {name: name for name in OPTIONS if name != "config"} | ALIASES
 
 
-def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings. `upper` wins, and its names come first: of patterns the first match counts."""
-    both = {**upper, **{name: value for name, value in lower.items() if name not in upper}}
-    for name in upper.keys() & lower.keys():
-        if isinstance(upper[name], dict) and isinstance(lower[name], dict):
-            both[name] = merged(lower[name], upper[name])
-    return both
-
-
 def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator["Source"]:
     """Read a file, then its base files, those that win first.
 
@@ -42,10 +33,8 @@ def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator["Source"]:
         above: the real paths of files that build on this one.
 
     Raises:
-        OSError, ValueError: the file cannot be opened.
+        OSError: the file cannot be opened.
     """
-    if path.exists() and not path.is_file():  # reading it may never end
-        raise OSError(None, "no ordinary file")
     source, real = Source(str(path)), (*above, os.path.realpath(path))
     bases = source.read(path.read_bytes())
     yield source
@@ -56,14 +45,10 @@ def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator["Source"]:
                 why = "it builds on this file; remove it from one of them"
             else:
                 yield from read_files(below, real)
-        except (OSError, ValueError) as error:
-            why = f"{why_not_open(error)}; check the path from this file's folder"
+        except OSError as error:
+            why = f"{error.strerror}; check the path from this file's folder"
         if why:
             source.note(line, f"{BASE} is {base!r}: {why}")
-
-
-def why_not_open(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or "no name of a file"
 
 
 def _line(node: Node) -> int:
@@ -71,24 +56,21 @@ def _line(node: Node) -> int:
 
 
 class Source:
-    """What one file, or the command line, says.
+    """The options in one file, or on the command line.
 
     Attributes:
         values: by the names of the options; None restores the default.
         lines: of the options and of their parts: `dataset.1.path`.
-        mistakes: lines and what is wrong there.
-        wrong: the options that mistakes are about, or that were meant.
+        mistakes: the line and the text of each.
     """
 
-    def __init__(self, file: str = "", values: Mapping[str, Any] | None = None):
-        self.file, self.values = file, dict(values or {})
+    def __init__(self, file: str = "", values: dict[str, Any] | None = None):
+        self.file, self.values = file, values or {}
         self.lines: dict[str, int] = {}
         self.mistakes: list[tuple[int, str]] = []
-        self.wrong: set[str] = set()
 
-    def note(self, line: int, mistake: str, option: str = "") -> None:
+    def note(self, line: int, mistake: str) -> None:
         self.mistakes.append((line, mistake))
-        self.wrong.add(option)
 
     def read(self, data: bytes) -> list[tuple[str, int]]:
         """Read the values of a file; returns its base files and their lines."""
@@ -96,31 +78,29 @@ class Source:
             self._loader = Loader(data.decode("utf-8-sig"))
             node = self._loader.get_single_node()
             if isinstance(node, MappingNode):
-                return self._options(node)
+                return self._read_options(node)
             self.note(1, "holds no `name: value` lines; write one an option")
         except UnicodeDecodeError as error:
             self.note(data.count(b"\n", 0, error.start) + 1, "not yaml in UTF-8; save the file as UTF-8")
-        except RecursionError:
-            self.note(1, "not yaml that can be read: too deeply nested; write it flatter")
-        except (yaml.YAMLError, ValueError) as error:
+        except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
             self._note_no_yaml(mark.line + 1 if mark else 1, error)
         return []
 
-    def _options(self, node: MappingNode, section: str = "") -> list[tuple[str, int]]:
+    def _read_options(self, node: MappingNode, section: str = "") -> list[tuple[str, int]]:
         bases: list[tuple[str, int]] = []
         for name, line, inner in self._pairs(node):
             if name in _NAMES:
-                self._take(name, line, inner, section)
+                self._read_option(name, line, inner, section)
             elif section or name not in (BASE, *SECTIONS):
                 self._note_unknown(name, line, inner, section)
             elif name in SECTIONS and isinstance(inner, MappingNode):
-                self._options(inner, name)
+                self._read_options(inner, name)
             elif (value := self._value(inner, "")) is None:
                 continue
             elif name in SECTIONS:
-                remedy, option = suggest(name, OPTIONS) or ("write its options below it", "")
-                self.note(line, f"{name} is a section of options, not a value; {remedy}", option)
+                remedy = suggest(name, OPTIONS) or "write its options below it"
+                self.note(line, f"{name} is a section of options, not a value; {remedy}")
             else:
                 bases = [(base, line) for base in (value if isinstance(value, list) else [value])]
                 if not all(isinstance(base, str) and base for base, _ in bases):
@@ -128,13 +108,12 @@ class Source:
                     bases = []
         return bases
 
-    def _take(self, name: str, line: int, node: Node, section: str) -> None:
+    def _read_option(self, name: str, line: int, node: Node, section: str) -> None:
         option = OPTIONS[_NAMES[name]]
         if section not in ("", option.section):
-            what = f"{name} belongs in {option.section}, not in {section}"
-            self.note(line, f"{what}; move it there", option.name)
+            self.note(line, f"{name} belongs in {option.section}, not in {section}; move it there")
         if first := self.lines.get(option.name):
-            self.note(line, f"{name} is there twice, first in line {first}; keep one of them", option.name)
+            self.note(line, f"{name} is there twice, first in line {first}; keep one of them")
         is_one_set = list in option.types and isinstance(node, MappingNode)
         value = [self._value(node, f"{option.name}.0")] if is_one_set else self._value(node, option.name)
         if type(value) in (int, float) and str in option.types:
@@ -148,25 +127,24 @@ class Source:
             self.note(line, f"config cannot be set in a file; name the other file in {BASE}")
         elif is_mapping and name in groups and node.value:
             for part, at, _ in self._pairs(node):
-                self._note(f"{name}.{part}", at, _NAMES, groups[name])
+                self._note_name(f"{name}.{part}", at, _NAMES, groups[name])
         else:
             known = [*_NAMES, BASE, *(SECTIONS if is_mapping else ())]
-            self._note(f"{section}.{name}" if section else name, line, known)
+            self._note_name(f"{section}.{name}" if section else name, line, known)
 
-    def _note(self, name: str, line: int, known: Collection[str], remedy: str | None = None) -> None:
-        found = suggest(name, known) or suggest(name.rpartition(".")[2], known)
-        says, option = found or (remedy or "see `unsloth-pack --help`", "")
-        self.note(line, f"{spelt(name)} is unknown; {says}", option)
+    def _note_name(self, name: str, line: int, known: Collection[str], remedy: str | None = None) -> None:
+        meant = suggest(name, known) or suggest(name.rpartition(".")[2], known)
+        self.note(line, f"{spelt(name)} is unknown; {meant or remedy or 'see `unsloth-pack --help`'}")
 
     def _pairs(self, node: Any) -> list[tuple[str, int, Node]]:
-        """The names of a mapping, their lines and values; names that are there twice are noted."""
+        """The names of a mapping, their lines and values. Notes names that are there twice."""
         first: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, ScalarNode):
                 self.note(_line(key), "a list or a mapping stands where a name should; write `name: value`")
             elif key.value in first and key.tag != "tag:yaml.org,2002:merge":
-                what = f"{key.value} is there twice, first in line {first[key.value]}"
-                self.note(_line(key), f"{what}; keep one of them", key.value)
+                twice = f"{key.value} is there twice, first in line {first[key.value]}"
+                self.note(_line(key), f"{twice}; keep one of them")
             else:
                 first[key.value] = _line(key)
         self._loader.flatten_mapping(node)
@@ -174,17 +152,14 @@ class Source:
         return [(name, _line(key), value) for name, (key, value) in pairs.items()]
 
     def _value(self, node: Node, at: str) -> Any:
-        """The value of a node; the lines of its parts are noted."""
-        if isinstance(node, MappingNode | SequenceNode):
-            is_list = isinstance(node, SequenceNode)
-            items = (
-                [(n, _line(each), each) for n, each in enumerate(node.value)]
-                if is_list
-                else self._pairs(node)
-            )
-            self.lines |= {f"{at}.{part}": line for part, line, _ in items}
-            parts = {part: self._value(each, f"{at}.{part}") for part, _, each in items}
-            return [*parts.values()] if is_list else parts
+        """Read the value of a node, and the lines of its parts."""
+        if isinstance(node, MappingNode):
+            pairs = self._pairs(node)
+            self.lines |= {f"{at}.{name}": line for name, line, _ in pairs}
+            return {name: self._value(each, f"{at}.{name}") for name, _, each in pairs}
+        if isinstance(node, SequenceNode):
+            self.lines |= {f"{at}.{number}": _line(each) for number, each in enumerate(node.value)}
+            return [self._value(each, f"{at}.{number}") for number, each in enumerate(node.value)]
         try:
             return self._loader.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:

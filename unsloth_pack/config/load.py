@@ -1,4 +1,4 @@
-"""From a command line, its config file and its base files to the options that somebody asked for."""
+"""From a command line, its config file and its base files to the options of a run."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from unsloth_pack.config.files import BASE, Source, merged, read_files, why_not_open
-from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place, TrainOptions, nearest, nested
+from unsloth_pack.config.files import BASE, Source, read_files
+from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place, TrainOptions, names_in, validated
 from unsloth_pack.config.parser import Parser, train_parser
-from unsloth_pack.config.values import explained
 from unsloth_pack.config.yaml12 import scalar
-from unsloth_pack.errors import InputError, Mistakes, mistakes_of
+from unsloth_pack.errors import InputError, Mistakes
+
+_PATHS = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 
 
 def load(
@@ -21,14 +20,14 @@ def load(
     parser: Parser | None = None,
     check: Callable[[TrainOptions, set[str]], None] | None = None,
 ) -> TrainOptions:
-    """Read the options that a command line asks for; the others have the defaults of their types.
+    """Read the options of a command line; the others have the defaults of their types.
 
     A value comes from the command line, else from the config file, else from its base files.
 
     Args:
         parser: of the flags; that of `train` by default.
-        check: refuses options that contradict each other, to tell it beside other mistakes. Takes the options
-            that are right, and the names of those that are wrong.
+        check: refuses options that contradict each other, beside other mistakes. Takes the options without
+            those that are wrong, and the names of these.
 
     Raises:
         Mistakes: all that is wrong.
@@ -37,39 +36,35 @@ def load(
     flags, inside = _undotted(arguments)
     own = (parser or train_parser()).parse(flags)
     files = _files(own["config"], flags) if own.get("config") is not None else []
-    for source in files:
-        for at, text in _validated(source.values)[1]:
-            source.note(nearest(at, source.lines) or 1, text, at.partition(".")[0])
-    wrong = {name for source in files for name in source.wrong}
     values, places = _merged([*reversed(files), Source("", own), Source("", inside)])
-    options, errors = _validated({name: value for name, value in values.items() if name not in wrong})
+    mistakes: list[tuple[Place | None, str]]
+    mistakes = [((source.file, line), text) for source in files for line, text in source.mistakes]
+    wrong = {name for _, text in mistakes for name in names_in(text)}
+    options, errors = validated({name: value for name, value in values.items() if name not in wrong})
     options._places, options._files = places, [source.file for source in files]
-    found: list[tuple[Place | None, str]] = [
-        ((source.file, line), text) for source in files for line, text in source.mistakes
-    ]
-    found += [(options.place_of(at), text) for at, text in errors]
-    if found and check is not None:
+    mistakes += [(options.place_of(at), text) for at, text in errors]
+    if mistakes and check is not None:
         try:
-            check(options, wrong)
+            check(options, wrong | {at.partition(".")[0] for at, _ in errors})
         except InputError as error:
-            found += [each for each in _placed(error, options) if each[0]]
-    if found:
-        raise _mistakes(found, options)
+            mistakes += [each for each in _placed(error, options) if each[0]]
+    if mistakes:
+        raise _mistakes(mistakes, options)
     return options
 
 
 def read_record(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Read the options that an earlier run wrote down, by name, without those that are None.
+    """Read the options in the record of an earlier run, by name, without those that are None.
 
     Args:
-        source: where they stand, to begin an error message.
+        source: of the record, to begin an error message.
 
     Raises:
         Mistakes: values that the options do not take.
     """
-    options, errors = _validated(values)
+    options, errors = validated(values)
     if errors:
-        raise Mistakes([InputError(f"{source}: {text}") for _, text in errors])
+        raise Mistakes(InputError(f"{source}: {text}") for _, text in errors)
     return options.given
 
 
@@ -78,45 +73,31 @@ def _files(path: str, flags: Sequence[str]) -> list[Source]:
     if sum(flag.partition("=")[0] == "--config" for flag in flags) > 1:
         raise InputError(f"config is given twice; give one file, and name the other in its {BASE}")
     try:
-        return [*read_files(Path(path or "\0"))]
-    except (OSError, ValueError) as error:
-        raise InputError(f"config is {path!r}: {why_not_open(error)}; check the path") from None
-
-
-def _validated(values: Mapping[str, Any]) -> tuple[TrainOptions, list[tuple[str, str]]]:
-    """The options with those values that are right; of each mistake its option and part, and what it is."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        if isinstance(value, dict) and name != "columns":  # of which null leaves out a column of the data
-            given[name] = {part: each for part, each in value.items() if each is not None}
-    try:
-        return TrainOptions.model_validate(nested(given)), []
-    except ValidationError as error:
-        found = [
-            (at, f"{': '.join(filter(None, (at.partition('.')[0], words)))} is {end}")
-            for at, words, end in explained(error, 2)
-        ]
-    wrong = {at.partition(".")[0] for at, _ in found}
-    return _validated({name: value for name, value in given.items() if name not in wrong})[0], found
+        return [*read_files(Path(path))]
+    except OSError as error:
+        raise InputError(f"config is {path!r}: {error.strerror}; check the path") from None
 
 
 def _merged(sources: Sequence[Source]) -> tuple[dict[str, Any], dict[str, Place | None]]:
-    """The values of sources, of which the last wins, and where they stand."""
+    """Merge the values of sources, of which the last wins, and their places."""
     values: dict[str, Any] = {}
     places: dict[str, Place | None] = {}
     for source in sources:
         for name, value in source.values.items():
-            if isinstance(value, dict) and isinstance(values.get(name), dict):
+            lower = values.get(name)
+            if isinstance(value, dict) and isinstance(lower, dict):
+                # The upper parts come first: of patterns the first match counts
+                values[name] = {**value, **{part: each for part, each in lower.items() if part not in value}}
                 places |= dict.fromkeys(f"{name}.{part}" for part in value)
             else:
+                values[name] = value
                 places = {at: place for at, place in places.items() if at.partition(".")[0] != name}
         places |= {at: (source.file, line) for at, line in source.lines.items()}
-        values = merged(values, source.values)
     return values, places
 
 
 def _undotted(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The flags without sections in their names, and what `--optim_args.eps 1e-6` sets inside of mappings."""
+    """The flags without sections in their names, and the parts of mappings, as of `--optim_args.eps 1e-6`."""
     flags: list[str] = []
     inside: dict[str, Any] = {}
     left = list(arguments)
@@ -144,7 +125,7 @@ def _undotted(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 @contextmanager
 def telling_places(options: TrainOptions) -> Iterator[None]:
-    """Inside this context, tell of each mistake the line of the config file that gave what it is about.
+    """Inside this context, put before each mistake the line of the config file that made it.
 
     Raises:
         Mistakes: in place of an InputError about an option of a file.
@@ -152,21 +133,62 @@ def telling_places(options: TrainOptions) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        found = _placed(error, options)
-        if not any(place for place, _ in found):
+        placed = _placed(error, options)
+        if not any(place for place, _ in placed):
             raise
-        raise _mistakes(found, options) from error
+        raise _mistakes(placed, options) from error
 
 
 def _placed(error: InputError, options: TrainOptions) -> list[tuple[Place | None, str]]:
-    """Of each mistake, the place of the first option of a file that it is about, and what it says."""
-    found = []
-    for each in mistakes_of(error):
-        place, text = next(filter(None, map(options.place_of, each.about)), None), str(each)
-        if place:  # files name options, not flags
+    """The place of each mistake and its text, in which files have options where flags have flags."""
+    placed = []
+    for text in map(str, error.errors):
+        place = _place_in(text.partition("; ")[0], options)
+        if place:
             text = re.sub(r"--(\w+)", lambda flag: flag[1] if flag[1] in OPTIONS else flag[0], text)
-        found.append((place, text))
-    return found
+        placed.append((place, text))
+    return placed
+
+
+def _place_in(text: str, options: TrainOptions) -> Place | None:
+    """The place of the first option of a file that a text names, by its name or by a path in its value.
+
+    Of a mapping or a list, the place of the first part that the text names likewise.
+    """
+    names = names_in(text)
+    starts = {name: number for number, name in reversed([*enumerate(names)])}
+    values = options.given
+    for name in _PATHS:
+        if name in values and any(_holds(text, path) for path in _paths(values[name])):
+            starts.setdefault(name, len(names))
+    for name in sorted(starts, key=starts.__getitem__):
+        if place := options.place_of(name):
+            return _place_of_part(name, values.get(name), text, options) or place
+    return None
+
+
+def _place_of_part(at: str, value: Any, text: str, options: TrainOptions) -> Place | None:
+    if isinstance(value, dict):
+        words = {f"{at}.{name}": [name] for name in value}
+    else:  # of equal paths, the one with the most words in the text
+        items = enumerate(value) if isinstance(value, list) else ()
+        words = {
+            f"{at}.{n}": [*map(str, [*each, *each.values()])] for n, each in items if isinstance(each, dict)
+        }
+    held = {part: sum(_holds(text, word) for word in every) for part, every in words.items()}
+    best = max(held, key=held.__getitem__, default="")
+    return options.place_of(best) if held.get(best) else None
+
+
+def _paths(value: Any) -> list[str]:
+    """The paths in the value of an option."""
+    if isinstance(value, list):
+        return [path for each in value for path in _paths(each)]
+    return [value["path"] if isinstance(value, dict) else str(value)]
+
+
+def _holds(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w./-]){re.escape(word)}(?![\w-])", text) is not None
 
 
 def _mistakes(found: list[tuple[Place | None, str]], options: TrainOptions) -> Mistakes:
@@ -177,4 +199,4 @@ def _mistakes(found: list[tuple[Place | None, str]], options: TrainOptions) -> M
         return (options._files.index(place[0]), place[1]) if place else (len(options._files), 0)
 
     said = sorted(dict.fromkeys(found), key=order)
-    return Mistakes([InputError(f"{at[0]}:{at[1]}: {text}" if at else text) for at, text in said])
+    return Mistakes(InputError(f"{at[0]}:{at[1]}: {text}" if at else text) for at, text in said)

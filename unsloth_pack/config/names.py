@@ -1,4 +1,4 @@
-"""What to write in place of a name that no option has."""
+"""Remedies for names that no option has."""
 
 import difflib
 from collections.abc import Callable, Collection
@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import yaml
 
-_FILE = files("unsloth_pack") / "config" / "other_trainers.yaml"
-
 
 class OtherTrainers(NamedTuple):
-    """Names of other trainers: our name or what to do by their name, what to do by their section."""
+    """Names of other trainers: our name or the remedy by their name, the remedy by their section."""
 
     same: dict[str, str]
     instead: dict[str, str]
@@ -22,7 +20,8 @@ class OtherTrainers(NamedTuple):
 @cache
 def other_trainers() -> OtherTrainers:
     """The names in `other_trainers.yaml`."""
-    tables = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    file = files("unsloth_pack") / "config" / "other_trainers.yaml"
+    tables = yaml.safe_load(file.read_text(encoding="utf-8"))
     same, instead = (
         {name: key for key, names in tables[each].items() for name in names.split()}
         for each in ("same", "instead")
@@ -30,8 +29,8 @@ def other_trainers() -> OtherTrainers:
     return OtherTrainers(same, instead, tables["sections"])
 
 
-def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> tuple[str, str] | None:
-    """What to write in place of `name`, and the option that was meant or ""; None where nobody can tell.
+def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> str:
+    """What to write in place of `name`, or "".
 
     Args:
         name: may be nested: `rlhf.beta`.
@@ -44,7 +43,7 @@ def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str
     meant = last if group in sections and last in known and whole not in (*same, *instead) else ""
     for each in dict.fromkeys((whole, last)):
         if not meant and each in instead:
-            return instead[each], ""
+            return instead[each]
         meant = meant or (same.get(each, "") if same.get(each) in known else "")
     meant = meant or next(iter(difflib.get_close_matches(whole, known, 1, 0.75)), "")
-    return (f"did you mean {spell(meant)}?", meant) if meant else None
+    return f"did you mean {spell(meant)}?" if meant else ""

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
 
 from unsloth_pack.config.values import (
     AtLeast1,
@@ -32,6 +33,7 @@ from unsloth_pack.config.values import (
     Share,
     Split,
     Wanted,
+    mistakes,
 )
 from unsloth_pack.demo import BUNDLED_MODELS
 
@@ -43,7 +45,6 @@ ALIASES = {"packing": "sample_packing"}
 _BARE = {"fsdp": "full", "use_gradient_checkpointing": "true"}  # values of flags without one
 
 
-Found = TypeVar("Found")
 Place = tuple[str, int]  # a file and a line
 
 
@@ -165,6 +166,10 @@ class DataOptions(Section):
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate on."""
         return self.eval_dataset is not None or self.eval_fraction is not None
+
+    @property
+    def packs_evaluation(self) -> bool:
+        return self.sample_packing if self.eval_packing is None else self.eval_packing
 
 
 class ImageOptions(Section):
@@ -307,6 +312,11 @@ class OutputOptions(Section):
     """FILE: yaml file of options, a `name: value` line for each; flags on the command line win (default:
     none)"""
 
+    @property
+    def folder(self) -> Path:
+        """`output_dir`, after `resolve`."""
+        return Path(str(self.output_dir))
+
 
 class TrainOptions(Section):
     """All options of a run. A value is None where the rest of the run decides it."""
@@ -317,28 +327,25 @@ class TrainOptions(Section):
     images: ImageOptions = ImageOptions()
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _files: list[str] = PrivateAttr(default_factory=list)  # that set options, those that win first
     _places: dict[str, Place | None] = PrivateAttr(default_factory=dict)  # `dataset.1.path` -> file, line
 
     @property
     def given(self) -> dict[str, Any]:
-        """The values that somebody asked for, by name."""
-        sections = [section for _, section in self]
-        return {name: value for each in sections for name, value in each if name in each.model_fields_set}
+        """The values of the command line and of config files, by name, whatever has changed since."""
+        return self._given
 
     def place_of(self, name: str) -> Place | None:
         """The file and line that set an option or a part of it, such as `dataset.1.path`, or hold it."""
-        return nearest(name, self._places)
+        while name not in self._places and "." in name:
+            name = name.rpartition(".")[0]
+        return self._places.get(name)
 
     @property
     def is_demo(self) -> bool:
         """Whether a bundled model trains on the data that came with it."""
         return self.model.model_name == self.data.dataset and self.model.model_name in BUNDLED_MODELS
-
-    @property
-    def folder(self) -> Path:
-        """`output_dir`, as `resolve` has filled it in."""
-        return Path(str(self.output.output_dir))
 
 
 class Option(NamedTuple):
@@ -378,9 +385,9 @@ def _types(annotation: Any) -> list[Any]:
     return [get_origin(annotation) or annotation]
 
 
-def _option(section: str, name: str, field: Any) -> Option:
+def _option(section: str, name: str, field: FieldInfo) -> Option:
     types = _types(field.annotation)
-    unit, help, unset = _HELP.findall(" ".join(field.description.split()))[0]
+    unit, help, unset = _HELP.findall(" ".join(str(field.description).split()))[0]
     words = ["true", "false"] * (bool in types) + [word for word in types if isinstance(word, str)]
     default = "" if field.default is None else f"{field.default:g}" if float in types else str(field.default)
     shown = unset or (default.lower() if bool in types else default)
@@ -392,11 +399,10 @@ _HELP = re.compile(r"^(?:([A-Z/=,.]+): )?(.*?)(?: \(default: (.*)\))?$")
 OPTIONS = {n: _option(s, n, f) for s, kind in SECTIONS.items() for n, f in kind.model_fields.items()}
 
 
-def nearest(name: str, places: Mapping[str, Found]) -> Found | None:
-    """The place of an option or of a part of it, else of what holds it."""
-    while name not in places and "." in name:
-        name = name.rpartition(".")[0]
-    return places.get(name)
+def names_in(text: str) -> list[str]:
+    """The options that a text names outside of quotes, in order."""
+    words = re.findall(r"(?:(?<=--)|(?<![\w./-]))\w+(?![\w/-]|\.\w)", re.sub(r"'[^']*'", "''", text))
+    return [*dict.fromkeys(ALIASES.get(word, word) for word in words if word in OPTIONS or word in ALIASES)]
 
 
 def flat(options: Section) -> dict[str, Any]:
@@ -408,11 +414,28 @@ def flat(options: Section) -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Values by name, by section."""
+    """Sort values by name into sections."""
     return {s: {n: v for n, v in values.items() if OPTIONS[n].section == s} for s in SECTIONS}
 
 
 def changed(options: TrainOptions, values: Mapping[str, Any]) -> TrainOptions:
-    """The same options but for these values, which are not checked, by name."""
-    update = {s: getattr(options, s).model_copy(update=new) for s, new in nested(values).items()}
+    """Copy the options with other values, by name, which are not checked."""
+    update = {s: getattr(options, s).model_copy(update=new) for s, new in nested(values).items() if new}
     return options.model_copy(update=update)
+
+
+def validated(values: Mapping[str, Any]) -> tuple[TrainOptions, list[tuple[str, str]]]:
+    """Make options of those values that are right; returns the place and the text of each mistake too."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, dict) and name != "columns":  # of which null leaves out a column of the data
+            given[name] = {part: each for part, each in value.items() if each is not None}
+    try:
+        options = TrainOptions.model_validate(nested(given))
+    except ValidationError as error:
+        errors = [*mistakes(error)]
+        wrong = {at.partition(".")[0] for at, _ in errors}
+        return validated({name: value for name, value in given.items() if name not in wrong})[0], errors
+    read = flat(options)
+    options._given = {name: read[name] for name in given}
+    return options, []

@@ -1,27 +1,16 @@
 """Flags: argparse whose errors are `InputError`, all of them at once."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
 from unsloth_pack.config.names import suggest
-from unsloth_pack.config.options import OPTIONS, SECTIONS, Option, TrainOptions
-from unsloth_pack.config.values import Refused, read_as
+from unsloth_pack.config.options import OPTIONS, SECTIONS, validated
+from unsloth_pack.config.values import read_as
 from unsloth_pack.demo import DEMO_DEFAULTS
-from unsloth_pack.errors import InputError, Mistakes
+from unsloth_pack.errors import InputError, raise_together
 
 _TOGETHER = "its values with commas between them, or as JSON"
-
-
-class _Once(argparse.Action):
-    """A flag that holds all its values, so that a second one would drop those of the first."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if hasattr(namespace, self.dest):
-            raise argparse.ArgumentError(self, f"given twice; give it once, {_TOGETHER}")
-        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,18 +21,18 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
+        self._kinds: dict[str, Any] = {}
         super().__init__(
             allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **options
         )
-        self._refused: list[str] = []
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """As argparse's, with a type of pydantic."""
-        if "type" in options:
-            kind = options["type"]
-            options["type"] = self._noting(names, lambda text: read_as(kind, text))
-        return super().add_argument(*names, **options)
+        kind = options.pop("type", None)
+        action = super().add_argument(*names, **options)
+        self._kinds |= {action.dest: kind} if kind else {}
+        return action
 
     def add_switch(self, name: str, help: str) -> None:
         """Add a flag that is true when bare, and false when it is not there."""
@@ -58,31 +47,15 @@ class Parser(argparse.ArgumentParser):
             group: of the help, to add it to.
         """
         each = OPTIONS[name]
+        takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare else {}
+        takes |= {"action": "append"} if each.takes_several else {}
+        help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
         flags = [f"--{name}" for name in each.names]
-        takes: dict[str, Any] = {"nargs": "?", "const": _read(each, each.bare)} if each.bare else {}
-        takes |= {"action": _Once} if each.takes_several else {}
-        takes["help"] = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
-        kind = self._noting(flags, lambda text: _read(each, text))
         add = group.add_argument if group else super().add_argument
-        add(*flags, dest=name, type=kind, metavar=each.unit, **takes)
-
-    def _noting(self, names: Sequence[str], read: Callable[[str], Any]) -> Callable[[str], Any]:
-        """The type of a flag, of which a wrong value does not end the parsing."""
-
-        def noting(text: str) -> Any:
-            try:
-                return read(text)
-            except Refused as error:
-                self._refused += [f"argument {'/'.join(names)}: {end}" for end in error.ends]
-                return None
-
-        return noting
+        add(*flags, dest=name, metavar=each.unit, help=help, **takes)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(self._with_remedy(message))
-
-    def _with_remedy(self, message: str) -> str:
-        return message if ";" in message else f"{message}; see `{self.prog} --help`"
+        raise InputError(message if ";" in message else f"{message}; see `{self.prog} --help`")
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Read the flags that are there, by name; None where one restores a default.
@@ -90,44 +63,39 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: unknown flags, and values that their flags do not take.
         """
-        self._refused.clear()
         try:
             flags, unknown = self.parse_known_args(arguments)
-        except argparse.ArgumentError as error:  # what follows is not read
-            self._refused.append(str(error))
-            flags, unknown = argparse.Namespace(), []
-        said = [*map(self._with_remedy, self._refused)]
+        except argparse.ArgumentError as error:
+            self.error(str(error))
+        values, mistakes = {name: value for name, value in vars(flags).items() if name != "debug"}, []
+        own: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in self._kinds:
+                try:
+                    values[name] = read_as(self._kinds[name], value, name)
+                except InputError as error:
+                    mistakes.append(error)
+            elif name in OPTIONS:
+                own[name] = value[0] if isinstance(value, list) else value
+                if isinstance(value, list) and len(value) > 1:
+                    mistakes.append(InputError(f"--{name} is given twice; give it once, {_TOGETHER}"))
+        options, errors = validated({name: value for name, value in own.items() if value != "null"})
+        values |= {name: options.given.get(name) for name in own}
+        mistakes += [InputError(text) for _, text in errors]
         for word in [*unknown[:1], *(word for word in unknown[1:] if word.startswith("--"))]:
             flag = word.partition("=")[0]  # without its value, which may be secret
-            said.append(f"unknown argument {flag!r}; {self._several(arguments, word) or self.remedy(flag)}")
-        errors = [*map(InputError, dict.fromkeys(said))]
-        if errors:
-            raise errors[0] if len(errors) == 1 else Mistakes(errors)
-        return {name: value for name, value in vars(flags).items() if name != "debug"}
-
-    def _several(self, arguments: Sequence[str], word: str) -> str:
-        """How to write several values of a flag, if the word stands behind those that it takes."""
-        before = [each for each in arguments[: arguments.index(word)] if each.startswith("--")]
-        flag = self._option_string_actions.get(before[-1].partition("=")[0]) if before else None
-        is_value = isinstance(flag, _Once) and not word.startswith("-")
-        return f"give --{flag.dest} {_TOGETHER}" if flag and is_value else ""
+            mistakes.append(InputError(f"unknown argument {flag!r}; {self.remedy(flag)}"))
+        raise_together(mistakes)
+        return values
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
         known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
         if flag.endswith((".yaml", ".yml")) and "config" in known:
             return f"give --config {flag}"
-        meant = suggest(flag, known, lambda name: f"--{name}")
-        return meant[0] if meant else f"see `{self.prog} --help`"
-
-
-def _read(option: Option, text: str) -> Any:
-    """A value as an option reads it; null restores the default."""
-    try:
-        read = TrainOptions.model_validate({option.section: {option.name: text}} if text != "null" else {})
-    except ValidationError as error:
-        raise Refused(error, 2) from None
-    return getattr(getattr(read, option.section), option.name) if text != "null" else None
+        if not flag.startswith("-"):
+            return f"give a flag {_TOGETHER}"
+        return suggest(flag, known, lambda name: f"--{name}") or f"see `{self.prog} --help`"
 
 
 def train_parser(**options: Any) -> Parser:

@@ -1,6 +1,5 @@
-"""Types of option values. Each reads text of the command line and values of YAML, and says what it takes."""
+"""Types of option values. Each reads text of the command line and values of YAML."""
 
-import argparse
 import json
 import os
 import re
@@ -8,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import (
     AfterValidator,
@@ -16,18 +15,18 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     StringConstraints,
     Tag,
     TypeAdapter,
     ValidationError,
 )
-from pydantic import GetCoreSchemaHandler as Handler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
 from unsloth_pack.config.yaml12 import scalar
 from unsloth_pack.data.columns import IMAGE_COLUMNS, KNOWN_COLUMNS
-from unsloth_pack.errors import LAST_SEED
+from unsloth_pack.errors import LAST_SEED, InputError, Mistakes
 
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
 
@@ -38,55 +37,31 @@ class Wanted:
 
     text: str
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.custom_error_schema(handler(source), "wanted", custom_error_message=self.text)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limit a number. Text such as 1e3 is a number too, true is none."""
+def _number(wanted: str) -> BeforeValidator:
+    """Text such as 1e3 is a number too, true is none."""
 
-    ge: int | None = None
-    gt: int | None = None
-    lt: int | None = None
-    le: int = 2**31 - 1
+    def read(value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(wanted)
+        try:
+            number = float(value) if isinstance(value, str) else None
+        except ValueError:
+            number = None
+        return value if number is None else int(number) if number.is_integer() else number
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> CoreSchema:
-        inner: CoreSchema = core_schema.int_schema(ge=self.ge, le=self.le)
-        words: dict[str, float | None] = {"of at least": self.ge, "above": self.gt}
-        if source is not int:
-            lt = self.lt or 1e9
-            inner = core_schema.float_schema(ge=self.ge, gt=self.gt, lt=lt, allow_inf_nan=False)
-            words["below"] = lt
-        limits = " and ".join(f"{word} {limit:g}" for word, limit in words.items() if limit is not None)
-
-        def read(value: object, within: Any) -> int | float:
-            try:
-                return within(None if isinstance(value, bool) else _number(value))
-            except ValidationError as error:
-                is_more = source is int and error.errors()[0]["type"] == "less_than_equal"
-                what = f"number of at most {self.le}" if is_more else f"number {limits}"
-                wanted = f"a {'whole ' if source is int else ''}{what}"
-                raise PydanticCustomError("wanted", "{text}", {"text": wanted}) from None
-
-        return core_schema.no_info_wrap_validator_function(read, inner)
+    return BeforeValidator(read)
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """Limit a text to a few words, or to none of them."""
-
-    words: tuple[str, ...]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> CoreSchema:
-        return core_schema.literal_schema([*self.words, None])
+def _whole(wanted: str, least: int, most: int = 2**31 - 1) -> tuple[Any, ...]:
+    return Field(ge=least, le=most), Wanted(f"a whole number {wanted}"), _number(f"a whole number {wanted}")
 
 
-def _number(value: object) -> object:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+def _real(text: str, **limits: Any) -> tuple[Any, ...]:
+    return Field(allow_inf_nan=False, **limits), Wanted(f"a number {text}"), _number(f"a number {text}")
 
 
 def _compiled(pattern: str) -> str:
@@ -101,7 +76,7 @@ def _json(text: str) -> Any:
     """The JSON value of a text, or None."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
@@ -114,7 +89,7 @@ def _listed(value: object) -> object:
 
 
 def mapping(value: object) -> object:
-    """A mapping of its text: a JSON object, or `name=value` with commas between; anything else stays."""
+    """Read a mapping from its text: a JSON object, or `name=value` with commas between."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
@@ -135,14 +110,14 @@ def _modules(value: object) -> object:
     return value if value == "all-linear" else _listed(value)
 
 
-Count = Annotated[int, Bounds(ge=1)]
-CountFrom0 = Annotated[int, Bounds(ge=0)]
-Seed = Annotated[int, Bounds(ge=0, le=LAST_SEED)]
-Positive = Annotated[float, Bounds(gt=0)]
-NotNegative = Annotated[float, Bounds(ge=0)]
-AtLeast1 = Annotated[float, Bounds(ge=1)]
-Share = Annotated[float, Bounds(ge=0, lt=1)]
-OpenShare = Annotated[float, Bounds(gt=0, lt=1)]
+Count = Annotated[int, *_whole("of at least 1", 1)]
+CountFrom0 = Annotated[int, *_whole("of at least 0", 0)]
+Seed = Annotated[int, *_whole(f"from 0 to {LAST_SEED}", 0, LAST_SEED)]
+Positive = Annotated[float, *_real("above 0 and below 1e+09", gt=0, lt=1e9)]
+NotNegative = Annotated[float, *_real("of at least 0 and below 1e+09", ge=0, lt=1e9)]
+AtLeast1 = Annotated[float, *_real("of at least 1 and below 1e+09", ge=1, lt=1e9)]
+Share = Annotated[float, *_real("of at least 0 and below 1", ge=0, lt=1)]
+OpenShare = Annotated[float, *_real("above 0 and below 1", gt=0, lt=1)]
 FilePath = Annotated[  # the pattern refuses bytes that are not UTF-8
     str, StringConstraints(pattern=""), AfterValidator(os.path.expanduser), Wanted("text in quotes")
 ]
@@ -170,16 +145,16 @@ Rates = Annotated[dict[_Pattern, Positive], BeforeValidator(mapping)]
 Split = Annotated[str, StringConstraints(pattern=r"\S"), Wanted("the name of a split, such as validation")]
 
 
-def _of_different_names(columns: dict[str, str | None]) -> dict[str, str | None]:
+def _check_different(columns: dict[str, str | None]) -> dict[str, str | None]:
     names = [name for name in columns.values() if name]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"each column another name, not {twice!r} twice")
     return columns
 
 
-_COLUMNS = OneOf((*sorted({*KNOWN_COLUMNS, *IMAGE_COLUMNS}),))
-_Column = Annotated[str | None, _COLUMNS, BeforeValidator(lambda name: None if name == "" else name)]
-Columns = Annotated[dict[str, _Column], AfterValidator(_of_different_names), BeforeValidator(mapping)]
+_KNOWN: Any = Literal[(*sorted({*KNOWN_COLUMNS, *IMAGE_COLUMNS}), None)]
+_Column = Annotated[_KNOWN, BeforeValidator(lambda name: None if name == "" else name)]
+Columns = Annotated[dict[str, _Column], AfterValidator(_check_different), BeforeValidator(mapping)]
 
 
 class EvalSet(TypedDict, total=False):
@@ -219,9 +194,9 @@ def _data_set(item: object) -> object:
     return item
 
 
-def _simplest(sets: str | list[Any]) -> str | list[Any]:
-    is_path = len(sets) == 1 and isinstance(sets, list) and sets[0].keys() == {"path"}
-    return str(sets[0]["path"]) if is_path and "," not in sets[0]["path"] else sets  # type: ignore[index]
+def _simplest(sets: str | list[dict[str, object]]) -> str | list[dict[str, object]]:
+    is_path = isinstance(sets, list) and len(sets) == 1 and sets[0].keys() == {"path"}
+    return str(sets[0]["path"]) if is_path and "," not in str(sets[0]["path"]) else sets  # type: ignore[index]
 
 
 _Path = Annotated[FilePath, Tag("[path]")]
@@ -234,7 +209,7 @@ EvalSets = Annotated[_Path | Annotated[list[EvalSet], Field(min_length=1), Tag("
 
 
 def spelt(name: str) -> str:
-    """A name that somebody wrote, in quotes where it is not a plain one."""
+    """A name of a file, in quotes where it is not a plain one."""
     return name if re.fullmatch(r"[\w.-]{1,80}", name) else shown(name)
 
 
@@ -247,16 +222,18 @@ def shown(value: object) -> str:
     return "a list" if isinstance(value, list | tuple) else reprlib.repr(str(value))
 
 
-def explained(error: ValidationError, depth: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Each mistake: its option and part (`dataset.1.weight`), the part in words, the end of `NAME is ...`.
+def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the place of each mistake in its section (`dataset.1.weight`), and its text.
 
     Args:
-        depth: how many names lead to the value.
+        name: of the value; else the names of section and option lead to it.
     """
     for each in error.errors(include_url=False):
         at = [part for part in each["loc"] if part not in ("[path]", "[sets]", "[key]")]
-        words = ", ".join(f"item {part + 1}" if isinstance(part, int) else spelt(part) for part in at[depth:])
-        yield ".".join(map(str, at[1:])), words, _end(each, at[-1] if len(at) > depth else "")
+        option, parts = (name, at) if name else (str(at[1]), at[2:])
+        words = ", ".join(f"item {part + 1}" if isinstance(part, int) else spelt(part) for part in parts)
+        text = f"{option}{': ' * bool(words)}{words} is {_end(each, parts[-1] if parts else '')}"
+        yield ".".join(map(str, [option, *parts])), text
 
 
 def _end(error: Any, part: str | int) -> str:
@@ -265,9 +242,10 @@ def _end(error: Any, part: str | int) -> str:
         return "missing; give one"
     if kind == "extra_forbidden":
         return f"unknown; use {', '.join((EvalSet if part == 'weight' else DataSet).__annotations__)}"
+    choices = re.findall("'(.*?)'", str(context.get("expected")))
     wanted = {
         "value_error": str(context.get("error")),
-        "literal_error": f"one of {context.get('expected', '').replace(chr(39), '').replace(' or ', ', ')}",
+        "literal_error": f"one of {', '.join(choices)}",
         "dict_type": "a path, or an object with a path" if isinstance(part, int) else "name=value pairs",
         "too_short": "at least one",
     }
@@ -275,31 +253,18 @@ def _end(error: Any, part: str | int) -> str:
     return f"{shown(error['input'])}; give {said}"
 
 
-class Refused(argparse.ArgumentTypeError):
-    """A value is not of its type.
-
-    Args:
-        ends: what is wrong, as in `argument --dataset: ...`.
-    """
-
-    def __init__(self, error: ValidationError, depth: int = 0):
-        found = explained(error, depth)
-        self.ends = [f"{words} is {end}" if words else f"got {end}" for _, words, end in found]
-        super().__init__("; ".join(self.ends))
-
-
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def read_as(kind: Any, value: object) -> Any:
-    """A value as a type reads it.
+def read_as(kind: Any, value: object, name: str) -> Any:
+    """Read a value as a type.
 
     Raises:
-        Refused: it is not of this type.
+        InputError: it is not of this type.
     """
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:
-        raise Refused(error) from None
+        raise Mistakes(InputError(text) for _, text in mistakes(error, name)) from None

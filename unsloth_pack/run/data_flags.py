@@ -1,15 +1,14 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from unsloth_pack.checkpoints.places import check_model_there
-from unsloth_pack.config import Parser
+from unsloth_pack.config import Parser, TrainOptions, changed
 from unsloth_pack.config.options import DataOptions, ImageOptions
-from unsloth_pack.errors import Check, at_once
-from unsloth_pack.run.resolve import check_data, training_sets
-from unsloth_pack.run.validate import image_mistakes
+from unsloth_pack.errors import errors_of, raise_together
+from unsloth_pack.run.contradictions import contradictions
+from unsloth_pack.run.resolve import training_sets
 
 _OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
 _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
@@ -25,14 +24,37 @@ def add_data_flags(parser: Parser, dataset_help: str = "") -> None:
         parser.add_option(name, dataset_help if name == "dataset" else "")
 
 
+def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
+    """Give the parser the flags by which `train` prepares images.
+
+    Args:
+        may_shrink: documents may be too long, so that images are made smaller.
+    """
+    for name in _OF_IMAGES if may_shrink else _OF_IMAGES[:-1]:
+        parser.add_option(name)
+
+
 def data_options(given: Mapping[str, Any]) -> DataOptions:
-    """The options of the data among the flags that were given.
+    """The options of the data among the flags.
 
     Raises:
         InputError: they contradict each other.
     """
-    options = DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
-    at_once([partial(check_data, options)])
+    return _options(given, (*_NAMES, "num_proc")).data
+
+
+def image_options(given: Mapping[str, Any]) -> ImageOptions:
+    """The options of images among the flags.
+
+    Raises:
+        InputError: they contradict each other.
+    """
+    return _options(given, _OF_IMAGES).images
+
+
+def _options(given: Mapping[str, Any], names: tuple[str, ...]) -> TrainOptions:
+    options = changed(TrainOptions(), {name: given[name] for name in names if name in given})
+    raise_together(contradictions(options))
     return options
 
 
@@ -42,28 +64,6 @@ def check_sources(given: Mapping[str, Any]) -> None:
     Raises:
         InputError: names them.
     """
-    checks: list[Check] = [partial(check_model_there, given.get("model_name", "demo"))]
-    if "dataset" in given:
-        checks += [each.check for each in training_sets(data_options(given))]
-    at_once(checks)
-
-
-def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
-    """Give the parser the flags by which `train` prepares images.
-
-    Args:
-        may_shrink: whether documents may be too long, so that images are made smaller.
-    """
-    for name in _OF_IMAGES if may_shrink else _OF_IMAGES[:-1]:
-        parser.add_option(name)
-
-
-def image_options(given: Mapping[str, Any]) -> ImageOptions:
-    """The options of images among the flags that were given.
-
-    Raises:
-        InputError: they contradict each other.
-    """
-    options = ImageOptions(**{name: given[name] for name in _OF_IMAGES if name in given})
-    at_once([lambda: image_mistakes(options)])
-    return options
+    model = errors_of(check_model_there, given.get("model_name", "demo"))
+    sets = training_sets(data_options(given)) if "dataset" in given else []
+    raise_together(model, *(errors_of(each.check) for each in sets))

@@ -1,14 +1,11 @@
-"""The folder of a run: what may be there before it begins, and what a resumed run goes on with."""
+"""The folder of a run: what may be there before it begins, and how a resumed run continues."""
 
 import glob
 import math
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.checkpoints.names import (
@@ -23,15 +20,16 @@ from unsloth_pack.checkpoints.names import (
     model_files,
 )
 from unsloth_pack.config import OPTIONS, SECTIONS, TrainOptions, flat
+from unsloth_pack.config.options import OutputOptions
 from unsloth_pack.config.yaml12 import line_of
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
-from unsloth_pack.errors import Check, InputError, about, at_once
+from unsloth_pack.errors import InputError, errors_of
 from unsloth_pack.report.metrics import FILE_NAME
-from unsloth_pack.run.from_adapter import check_merged_base, has_merged_base
+from unsloth_pack.run.contradictions import OF_AN_ADAPTER, SCHEDULES_WITHOUT_WARMUP
+from unsloth_pack.run.from_adapter import options_of_run
 from unsloth_pack.run.machine import check_new_folder, check_writable, count_processes, is_main_process
-from unsloth_pack.run.resolve import SCHEDULES_WITHOUT_WARMUP, name_of, paths_of, resolve, with_paths
-from unsloth_pack.run.trained import OF_AN_ADAPTER
+from unsloth_pack.run.resolve import with_paths
 
 # The values of a run as a config file: `config.yaml` in its folder, and what `config show` prints.
 
@@ -41,21 +39,28 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 """
 _OF_ONE_RUN = ("output_dir", "save_path")
 _FOR_THE_COMMAND_LINE = ("config", "resume", "overwrite_output_dir")
-# Options that may name files
-_READ = (
+_MAY_BE_FILES = (
     *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter"),
     *("fsdp", "deepspeed"),
 )
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
+_RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
+_SUFFIXES = (
+    *(".json", ".jsonl", ".safetensors", ".png", ".html", ".md", ".jinja"),
+    *(".txt", ".model", ".tmp", ".yaml"),
+)
+_REPLACEABLE = sorted({"lengths.png", "loss.png", "report.html", CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
 
 
 def save_config(options: TrainOptions) -> None:
     """Write the options into the folder of the run, unless a file of that name is there that no run wrote."""
-    path = options.folder / RUN_CONFIG
-    if os.path.lexists(path) and not is_of_a_run(path):
+    path = options.output.folder / RUN_CONFIG
+    if os.path.lexists(path) and not _is_of_a_run(path):
         return
     values = flat(options) | dict.fromkeys(_decided_by(options))
-    values |= {name: with_paths(values[name], _from_anywhere) for name in _READ if values[name] is not None}
+    values |= {
+        name: with_paths(values[name], _absolute) for name in _MAY_BE_FILES if values[name] is not None
+    }
     lines = _HEAD
     for section, kind in SECTIONS.items():
         names = [n for n in kind.model_fields if n not in (*_OF_ONE_RUN, *_FOR_THE_COMMAND_LINE)]
@@ -64,7 +69,7 @@ def save_config(options: TrainOptions) -> None:
         file.write(lines.encode())
 
 
-def is_of_a_run(path: Path) -> bool:
+def _is_of_a_run(path: Path) -> bool:
     """Whether a run wrote the file, which then may be replaced; a link is none, whatever it leads to."""
     if path.is_symlink() or not path.is_file():
         return False
@@ -72,7 +77,7 @@ def is_of_a_run(path: Path) -> bool:
         return file.readline() == _FIRST_LINE.encode()
 
 
-def _from_anywhere(name: str) -> str:
+def _absolute(name: str) -> str:
     """The absolute path of what lies here; a name of the hub, the demo or a preset as it is."""
     is_here = name not in BUNDLED_MODELS and (os.path.exists(name) or glob.glob(name))
     return os.path.abspath(name) if is_here else name
@@ -80,33 +85,32 @@ def _from_anywhere(name: str) -> str:
 
 def _decided_by(options: TrainOptions) -> dict[str, str]:
     """The options whose values another one decides, by name. A file that gives both is refused."""
-    found = dict.fromkeys(OF_AN_ADAPTER, "tuning") if options.adapter.tuning == "full" else {}
-    if options.training.lr_scheduler_type in SCHEDULES_WITHOUT_WARMUP:
-        found["warmup_steps"] = "lr_scheduler_type"
-    if options.training.warmup_ratio is not None:
-        found["warmup_steps"] = "warmup_ratio"
-    if options.training.effective_batch_size is not None:
-        found["gradient_accumulation_steps"] = "effective_batch_size"
-    return found
+    training = options.training
+    decided = dict.fromkeys(OF_AN_ADAPTER, "tuning") if options.adapter.tuning == "full" else {}
+    if training.lr_scheduler_type in SCHEDULES_WITHOUT_WARMUP:
+        decided["warmup_steps"] = "lr_scheduler_type"
+    if training.warmup_ratio is not None:
+        decided["warmup_steps"] = "warmup_ratio"
+    if training.effective_batch_size is not None:
+        decided["gradient_accumulation_steps"] = "effective_batch_size"
+    return decided
 
 
-def lines_with_origins(asked: TrainOptions) -> Iterator[str]:
+def lines_with_origins(options: TrainOptions) -> Iterator[str]:
     """Every value of a run, in sections, as lines of YAML that end with the origin of the value."""
-    given = asked.given
-    options = resolve(given, may_lack_adapter=True)
-    values, decided = flat(options), _decided_by(options)
+    given, values, decided = options.given, flat(options), _decided_by(options)
     for section, kind in SECTIONS.items():
         yield f"{section}:"
         for name in kind.model_fields:
-            value = None if name in _OF_ONE_RUN else values[name]
+            value = None if name in _OF_ONE_RUN and name not in given else values[name]
             if name in _FOR_THE_COMMAND_LINE:
                 continue
-            if name in given and isinstance(given[name], dict) and given[name]:
+            if isinstance(given.get(name), dict) and given[name]:
                 yield f"  {name}:"
                 for part, each in given[name].items():
-                    yield _line(f"    {line_of(part, each)}", _origin(asked, f"{name}.{part}"))
+                    yield _line(f"    {line_of(part, each)}", _origin(options, f"{name}.{part}"))
             elif name in given:
-                yield _line(f"  {line_of(name, values[name])}", _origin(asked, name))
+                yield _line(f"  {line_of(name, value)}", _origin(options, name))
             elif name in decided:
                 yield _line(f"  {line_of(name, None)}", f"follows from {decided[name]}")
             else:
@@ -117,13 +121,13 @@ def _line(line: str, origin: str) -> str:
     return f"{line:{_WIDEST + len(line) - len(line.lstrip())}}  # {origin}"
 
 
-def _origin(asked: TrainOptions, name: str) -> str:
-    place = asked.place_of(name)
+def _origin(options: TrainOptions, name: str) -> str:
+    place = options.place_of(name)
     return f"{place[0]}:{place[1]}" if place else "command line"
 
 
-def _why(name: str, value: Any, options: TrainOptions) -> str:
-    """Why an option has a value that nobody asked for."""
+def _why(name: str, value: object, options: TrainOptions) -> str:
+    """Why an option has a value that is not given."""
     if options.output.resume:
         return "the run that is resumed"
     option, of_demo = OPTIONS[name], DEFAULTS[options.model.model_name] if options.is_demo else {}
@@ -134,139 +138,110 @@ def _why(name: str, value: Any, options: TrainOptions) -> str:
     return "default" if value == option.default else "follows from other options"
 
 
-_SUFFIXES_OF_A_RUN = {
-    "json",
-    "jsonl",
-    "safetensors",
-    "png",
-    "html",
-    "md",
-    "jinja",
-    "txt",
-    "model",
-    "tmp",
-    "yaml",
-}
-_RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
-_PLOTS_AND_CARD = ("lengths.png", "loss.png", "report.html", CARD)
+# Folders that cannot be written to, or hold files that the run would replace.
 
 
-def check_folders(options: TrainOptions) -> None:
-    """Refuse folders that cannot be written to, or hold files that the run would replace, all at once.
+def check_folders(
+    output: OutputOptions, sources: Sequence[str], merges_adapter: bool
+) -> Iterator[InputError]:
+    """Refuse folders that cannot be written to, or hold files that the run would replace.
 
-    Raises:
-        InputError: names the option, the folder and what it holds.
+    Args:
+        sources: the paths of the data.
+        merges_adapter: the run merges `init_adapter` into its base model first.
     """
-    output, folder = options.output, options.folder
-    if output.output_dir is not None and not output.output_dir.strip():
-        return  # `check_paths` refuses it, and a blank save_path
-    checks: list[Check] = [partial(_check_output, options)]
-    if output.save_path is not None and output.save_path.strip():
-        target = Path(output.save_path)
-        if target.absolute().is_relative_to(folder.absolute()):  # what is wrong with the folder comes first
-            at_once(checks)
-            checks = []
-        checks.append(partial(_check_save_path, options, target))
-    at_once(checks)
-
-
-def _check_output(options: TrainOptions) -> None:
-    folder = options.folder
+    folder, is_main = output.folder, is_main_process()
+    if not str(output.output_dir).strip():
+        return
     check_writable("output_dir", folder)
-    checks: list[Check] = [
-        partial(_check_apart_from_data, options, folder),
-        partial(_check_held, options, folder),
-    ]
-    checks += [partial(check_merged_base, options)] if is_main_process() else []
-    checks += [partial(_check_resumable, folder)] if options.output.resume else []
-    at_once(checks)
+    for path in sources:
+        if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
+            yield InputError(
+                f"output_dir {str(folder)!r} is in dataset {path!r}, where every file is read as data; give "
+                "another folder"
+            )
+    may_replace = output.overwrite_output_dir or output.resume
+    yield from _check_files(output, folder, may_replace, is_main)
+    if output.resume:
+        yield from errors_of(_check_resumable, folder)
+    base = folder / MERGED_BASE
+    if (
+        merges_adapter
+        and is_main
+        and os.path.lexists(base)
+        and not (may_replace and _has_merged_base(folder))
+    ):
+        yield InputError(
+            f"merge_init_adapter puts the merged model into {str(base)!r}, which is there already; give "
+            "another --output_dir"
+        )
+    if output.save_path is not None and output.save_path.strip():
+        yield from _check_save_path(Path(output.save_path), folder, may_replace, merges_adapter)
 
 
-def _check_held(options: TrainOptions, folder: Path) -> None:
+def _check_files(
+    output: OutputOptions, folder: Path, may_replace: bool, is_main: bool
+) -> Iterator[InputError]:
     """Refuse a folder with files of another model or run, or of the names that a run writes."""
-    begins, may_replace = f"output_dir {str(folder)!r} holds", _may_replace(options)
-    with about("output_dir"):
-        if holds_model(folder) and not (may_replace and _is_full_run(folder)):
-            raise InputError(f"{begins} a model; give another folder")
-        if not may_replace and is_main_process() and (found := run_files(folder)):
-            raise InputError(
-                f"{begins} a run already ({found[0].name}); "
-                "give --resume, --overwrite_output_dir, or another folder"
-            )
-        if not may_replace and is_main_process() and (name := _in_the_way(folder)):
-            raise InputError(
-                f"{begins} {name}, and the run writes a file of that name; give another folder, or "
-                "--overwrite_output_dir to replace it"
-            )
-        config = folder / RUN_CONFIG
-        if options.output.overwrite_output_dir and os.path.lexists(config) and not is_of_a_run(config):
-            raise InputError(f"{begins} a {RUN_CONFIG} that no run wrote; move it, or give another folder")
+    begins, config = f"output_dir {str(folder)!r} holds", folder / RUN_CONFIG
+    in_the_way = next((name for name in _REPLACEABLE if os.path.lexists(folder / name)), None)
+    if holds_model(folder) and not (may_replace and _is_full_run(folder)):
+        yield InputError(f"{begins} a model; give another folder")
+    elif not may_replace and is_main and (files := run_files(folder)):
+        yield InputError(
+            f"{begins} a run already ({files[0].name}); give --resume, --overwrite_output_dir, or another "
+            "folder"
+        )
+    elif not may_replace and is_main and in_the_way:
+        yield InputError(
+            f"{begins} {in_the_way}, and the run writes a file of that name; give another folder, or "
+            "--overwrite_output_dir to replace it"
+        )
+    elif output.overwrite_output_dir and os.path.lexists(config) and not _is_of_a_run(config):
+        yield InputError(f"{begins} a {RUN_CONFIG} that no run wrote; move it, or give another folder")
 
 
-def _may_replace(options: TrainOptions) -> bool:
-    return options.output.overwrite_output_dir or options.output.resume
+def _check_save_path(
+    target: Path, folder: Path, may_replace: bool, merges_adapter: bool
+) -> Iterator[InputError]:
+    begins, inside = f"save_path {str(target)!r}", target.resolve().is_relative_to(folder.resolve())
+    first = target.resolve().relative_to(folder.resolve()).parts[:1] if inside else ()
+    if inside and not first:
+        yield InputError(f"{begins} is output_dir, which gets the adapter; give another folder")
+    elif first and (first[0].startswith((".", "checkpoint-")) or first[0].endswith(_SUFFIXES)):
+        yield InputError(f"{begins} is where the run itself writes in output_dir; give another folder")
+    elif merges_adapter and first == (MERGED_BASE,):
+        yield InputError(
+            f"{begins} is where merge_init_adapter puts the model that the run begins with; give another "
+            "folder"
+        )
+    elif target.is_symlink() and target.parent.resolve() == folder.resolve():
+        yield InputError(f"{begins} is a link; remove it, or give the folder that it points to")
+    else:
+        is_own = may_replace and _is_of_the_run(target, folder)
+        yield from errors_of(check_new_folder, "save_path", target, is_own)
 
 
 def _is_full_run(folder: Path) -> bool:
-    """Whether the model in `folder` is what a run with full tuning has saved there."""
-    from unsloth_pack.report.metrics import read_config
-
-    with suppress(InputError):
-        return bool(read_config(folder).get("tuning") == "full")
-    return False
+    """Whether the model in `folder` is the result of a run with full tuning there."""
+    return options_of_run(folder).get("tuning") == "full"
 
 
-def _in_the_way(folder: Path) -> str | None:
-    """A file in `folder` of a name that a run writes there."""
-    names = sorted({*_PLOTS_AND_CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
-    return next((name for name in names if os.path.lexists(folder / name)), None)
+def _has_merged_base(folder: Path) -> bool:
+    """Whether the run in `folder` has put the base model there that it trains on."""
+    return bool(options_of_run(folder).get("merge_init_adapter"))
 
 
 def _is_of_the_run(target: Path, folder: Path) -> bool:
-    """Whether `target` is where the run in `folder` saves its merged model."""
-    from unsloth_pack.report.metrics import read_config, read_cwd
+    """Whether the run in `folder` saves its merged model at `target`."""
+    from unsloth_pack.report.metrics import read_cwd
 
-    saved = [folder / "merged"]
-    with suppress(InputError):  # there is no run
-        run, cwd = read_config(folder), read_cwd(folder) or Path()
-        was_started_here = (cwd / str(run.get("output_dir"))).resolve() == folder.resolve()
-        if run.get("save_path") and was_started_here:  # else it is a copy, and that model is the original's
+    saved, run = [folder / "merged"], options_of_run(folder)
+    if run.get("save_path"):
+        cwd = read_cwd(folder) or Path()
+        if (cwd / str(run.get("output_dir"))).resolve() == folder.resolve():  # else it is a copy of that run
             saved.append(cwd / run["save_path"])
     return target.resolve() in [path.resolve() for path in saved]
-
-
-def _check_save_path(options: TrainOptions, target: Path) -> None:
-    folder, begins = options.folder, f"save_path {str(target)!r}"
-    check_writable("save_path", target)
-    may_replace = _may_replace(options) and _is_of_the_run(target, folder)
-    with about("save_path"):
-        if target.resolve() == folder.resolve():
-            raise InputError(f"{begins} is output_dir, which gets the adapter; give another folder")
-        if _is_taken(target, folder):
-            raise InputError(f"{begins} is where the run itself writes in output_dir; give another folder")
-        if target.is_symlink() and target.parent.resolve() == folder.resolve():
-            raise InputError(f"{begins} is a link; remove it, or give the folder that it points to")
-        check_new_folder("save_path", target, may_replace)
-
-
-def _is_taken(target: Path, folder: Path) -> bool:
-    """Whether `target` is one of the files or folders that a run saves in its `folder`, or lies in one."""
-    if not target.resolve().is_relative_to(folder.resolve()):
-        return False
-    name = target.resolve().relative_to(folder.resolve()).parts[0]
-    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
-
-
-def _check_apart_from_data(options: TrainOptions, folder: Path) -> Iterator[InputError]:
-    """Refuse a folder in which the run's files would be mistaken for data."""
-    for name in ("dataset", "eval_dataset"):
-        for data in paths_of(getattr(options.data, name)):
-            if os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
-                yield InputError(
-                    f"output_dir {str(folder)!r} is in {name} {data!r}, where every file is read as data; "
-                    "give another folder",
-                    about=("output_dir", name),
-                )
 
 
 def _check_resumable(folder: Path) -> None:
@@ -275,7 +250,7 @@ def _check_resumable(folder: Path) -> None:
 
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:  # a run that was killed before its first checkpoint starts over
-        if has_saved(folder):
+        if _has_saved(folder):
             raise InputError(
                 f"--resume: the run in {str(folder)!r} has saved what it trained and left no checkpoint; "
                 "start a new run in another folder"
@@ -309,11 +284,14 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, fingerprint: str | None) -> None:
+def check_same_data(
+    folder: Path, use: str, names: Sequence[str], ledger: TokenLedger, fingerprint: str | None
+) -> None:
     """Refuse to resume with other data than the run began with. Before a checkpoint it begins anew with any.
 
     Args:
         use: "train" or "eval".
+        names: the paths of the data.
         ledger, fingerprint: of that data as it is now.
 
     Raises:
@@ -322,37 +300,32 @@ def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, finger
     from unsloth_pack.report.metrics import read_data
     from unsloth_pack.training.checkpoints import last_checkpoint
 
-    goes_on = options.output.resume and last_checkpoint(options.folder) is not None
-    before = read_data(options.folder, use) if goes_on else None
+    before = read_data(folder, use) if last_checkpoint(folder) is not None else None
     if before is None:
         return
     was, now = asdict(TokenLedger(**before["ledger"])), asdict(ledger)
     was["fingerprint"], now["fingerprint"] = before.get("fingerprint"), fingerprint
     if was != now:
         name = next(name for name in now if now[name] != was.get(name))
-        data = name_of(
-            options.data.eval_dataset or options.data.dataset if use == "eval" else options.data.dataset
-        )
         raise InputError(
-            f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
-            f"{now[name]}); give the same data and tokenizer, or start anew",
-            about="eval_dataset" if use == "eval" and options.data.eval_dataset else "dataset",
+            f"--resume: {', '.join(names)} is not what the run began with ({name} was {was.get(name)}, is "
+            f"{now[name]}); give the same data and tokenizer, or start anew"
         )
 
 
 def run_files(folder: Path) -> list[Path]:
     """The files and folders that a run has left in `folder`."""
     names = [*_RUN_FILES, *(model_files(folder) if _is_full_run(folder) else ())]
-    names += [MERGED_BASE] if has_merged_base(folder) else []
+    names += [MERGED_BASE] if _has_merged_base(folder) else []
     return [folder / name for name in names if os.path.lexists(folder / name)] + _checkpoints(folder)
 
 
-def has_saved(folder: Path) -> bool:
+def _has_saved(folder: Path) -> bool:
     """Whether the run in `folder` has saved what it trained: an adapter, or a model."""
     return (folder / ADAPTER_CONFIG).exists() or (_is_full_run(folder) and holds_model(folder))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Whole or not, and links; a folder of another name, such as checkpoint-best, is somebody's own."""
-    found = sorted(folder.glob("checkpoint-*"))
-    return [path for path in found if path.is_symlink() or path.name.removeprefix("checkpoint-").isdigit()]
+    paths = sorted(folder.glob("checkpoint-*"))
+    return [path for path in paths if path.is_symlink() or path.name.removeprefix("checkpoint-").isdigit()]

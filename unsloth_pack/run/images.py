@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import load_config, resolve
@@ -19,7 +20,7 @@ from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
-from unsloth_pack.errors import InputError, written
+from unsloth_pack.errors import InputError, raise_together, written
 from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.family import ImageFamily
@@ -38,7 +39,7 @@ from unsloth_pack.images.processor import (
 )
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
-from unsloth_pack.run.validate import refuse_image_options
+from unsloth_pack.run.validate import image_options_left_out
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _BATCH = 1000  # documents whose tokens are looked at at a time
@@ -72,7 +73,7 @@ class ImagePreparation:
         keep_bytes: documents hold the content of image files, instead of their paths.
     """
 
-    config: Any
+    config: PretrainedConfig
     processor: VisionProcessor
     tokens: ImageTokens
     token_ids: ImageTokenIds
@@ -96,7 +97,7 @@ class ImagePreparation:
     def documents(
         self, rows: Dataset, max_length: int, responses_only: bool, num_proc: int | None
     ) -> Documents:
-        """The documents of a data set with images.
+        """Make the documents of a data set with images.
 
         Those that are too long are cut behind their last image. Where that is not short enough nothing is
         left of them, and the ledger counts them.
@@ -107,26 +108,21 @@ class ImagePreparation:
         encode = self.encoder(max_length, responses_only)
         settings = self._settings(max_length, responses_only)
         maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes, settings)
-        made = made_by(maker, num_proc)
-        key = json.dumps([made.fingerprint, self.processor_hash])
+        documents = made_by(maker, num_proc)
+        key = json.dumps([documents.fingerprint, self.processor_hash])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
-        return replace(made, fingerprint=fingerprint, unused_columns=self.unused_columns(rows))
+        return replace(documents, fingerprint=fingerprint, unused_columns=self.unused_columns(rows))
 
     def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
-        """The columns of rows with images that nothing is made of, and such keys of turns."""
+        """The columns and keys of turns that are in no document."""
         return unused_columns(rows, str(self.processor.tokenizer.chat_template))
 
     def encoder(self, max_length: int, responses_only: bool) -> VisionEncoder:
-        """What makes documents of rows, as `documents` says.
-
-        Raises:
-            InputError: images are to be shrunk, and the model's cannot.
-        """
+        """The encoder of rows, see `documents`."""
         if self.options.shrink_images and not self.make_images.shrinks:
             raise InputError(
                 f"shrink_images is true, and images of model type {self.config.model_type!r} have no size to "
-                "shrink them by; leave out --shrink_images, or raise --max_seq_length",
-                about=("shrink_images", "max_seq_length"),
+                "shrink them by; leave out --shrink_images, or raise --max_seq_length"
             )
         tokenizer = self.processor.tokenizer
         relabel = find_relabel(tokenizer) if responses_only else None
@@ -158,11 +154,7 @@ class ImagePreparation:
         ]
 
     def beside(self, documents: Documents) -> Documents:
-        """Documents of text, as those that stand beside documents with images.
-
-        Raises:
-            InputError: a text holds a token of images.
-        """
+        """Give documents of text the columns of documents with images, and refuse tokens of images."""
         refuse_image_tokens(documents.rows, self.token_ids, "document", "take it out of the text")
         return replace(documents, rows=without_images(documents.rows))
 
@@ -208,8 +200,7 @@ def refuse_image_tokens(rows: Dataset, token_ids: ImageTokenIds, what: str, reme
     Raises:
         InputError: names the first such row and token.
     """
-    wanted = [*token_ids.of_images]
-    first = 0
+    wanted, first = [*token_ids.of_images], 0
     for table in scan(rows, ["input_ids"], _BATCH):
         ids = table["input_ids"].combine_chunks()
         is_found = np.isin(ids.flatten().to_numpy(), wanted)
@@ -233,7 +224,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "keys") else int(value)
 
 
-def image_ids_of(model_name: str, tokenizer: Any) -> ImageTokenIds | None:
+def image_ids_of(model_name: str, tokenizer: PreTrainedTokenizerBase) -> ImageTokenIds | None:
     """The tokens of a model that stand for images; None where it takes none that are prepared here."""
     config = load_config(resolve(model_name)[0])
     if config.model_type not in IMAGE_TOKENS:
@@ -248,18 +239,18 @@ def takes_images(model_name: str) -> bool:
 
 def image_preparation(
     model_name: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     options: ImageOptions,
     rows: Iterable[Dataset],
     *,
     keep_bytes: bool = False,
     are_expected: bool = False,
 ) -> ImagePreparation | None:
-    """How the images of some data sets are prepared; None where the model takes none, or they have none.
+    """How the images of data sets are prepared; None if the model takes none, or the data has none.
 
     Args:
         model_name: of a model, or an adapter, whose own processor counts where it has one.
-        are_expected: rows that come later may have images, whatever these have.
+        are_expected: later rows may have images, whatever these have.
 
     Raises:
         InputError: images for this model are not prepared here, its processor cannot be loaded, or the
@@ -268,29 +259,33 @@ def image_preparation(
     config = load_config(resolve(model_name)[0])
     if not hasattr(config, "vision_config"):
         return None
-    sets = list(rows)
-    without = [each for each in sets if not holds_images(each)]
-    for each in without:
-        refuse_unmapped(each)
-    if len(without) == len(sets) and not are_expected:
+    has_images = are_expected
+    for each in rows:
+        if holds_images(each):
+            has_images = True
+        else:
+            refuse_unmapped(each)
+    if not has_images:
         return None
-    return preparation_of(
-        find_processor_folder(model_name), config, tokenizer, options, keep_bytes=keep_bytes
-    )
+    return preparation_of(find_processor_folder(model_name), config, tokenizer, options, keep_bytes)
 
 
 def prepared_images(
-    model_name: str, tokenizer: Any, options: ImageOptions, rows: Iterable[Dataset], **how: Any
+    model_name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ImageOptions,
+    rows: Iterable[Dataset],
+    **how: Any,
 ) -> ImagePreparation | None:
-    """How the images of the data of a subcommand are prepared, see `image_preparation`.
+    """How the images of a subcommand are prepared, see `image_preparation`.
 
     Raises:
         InputError: also where options of images are given, and there are none.
     """
     images = image_preparation(model_name, tokenizer, options, rows, **how)
     if images is None:
-        takes = takes_images(model_name)
-        refuse_image_options(options, "the data has no images" if takes else f"{model_name} takes no images")
+        why = "the data has no images" if takes_images(model_name) else f"{model_name} takes no images"
+        raise_together(image_options_left_out(options, why))
     return images
 
 
@@ -308,7 +303,11 @@ def refuse_images(model_name: str, rows: Iterable[Dataset], why: str) -> None:
 
 
 def preparation_of(
-    source: str, config: Any, tokenizer: Any, options: ImageOptions, *, keep_bytes: bool = False
+    source: str,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ImageOptions,
+    keep_bytes: bool = False,
 ) -> ImagePreparation:
     """How the images of a model are prepared.
 
@@ -329,9 +328,12 @@ def preparation_of(
 
 
 def preparation_of_packs(
-    model_name: str, tokenizer: Any, options: ImageOptions, packs: Mapping[Path, PackManifest]
+    model_name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ImageOptions,
+    packs: Mapping[Path, PackManifest],
 ) -> ImagePreparation | None:
-    """How the images of packs were prepared, by the folders that the packs lie in; None where they have none.
+    """How the images of packs were prepared, by the folders of the packs; None where they have none.
 
     Args:
         model_name: as in `image_preparation`.
@@ -339,32 +341,28 @@ def preparation_of_packs(
     Raises:
         InputError: the model takes no images, or other ones; an option asks for something else.
     """
-    config = load_config(resolve(model_name)[0])
-    found = None
+    config, preparation = load_config(resolve(model_name)[0]), None
     for folder, manifest in packs.items():
         images = manifest.images
         if images is None:
             continue
         if not hasattr(config, "vision_config"):
             raise InputError(
-                f"{folder} holds rows with images, and {model_name} takes none; give another model",
-                about=("model_name", "dataset"),
+                f"{folder} holds rows with images, and {model_name} takes none; give another model"
             )
-        decided = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels, "shrink_images": None}
-        for name, value in decided.items():
+        limits = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels}
+        for name, value in {**limits, "shrink_images": None}.items():
             if (given := getattr(options, name)) not in (None, False, value):
                 raise InputError(
                     f"{name} is {written(given)}, and the images of {folder} are packed already; "
-                    f"leave out --{name}, or give it to `unsloth-pack pack`",
-                    about=name,
+                    f"leave out --{name}, or give it to `unsloth-pack pack`"
                 )
-        limits = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels}
         limited = options.model_copy(update=limits)
-        found = preparation_of(find_processor_folder(model_name), config, tokenizer, limited)
-        if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
+        preparation = preparation_of(find_processor_folder(model_name), config, tokenizer, limited)
+        own = (preparation.processor_hash, preparation.token_ids.placeholder)
+        if (images.processor, images.placeholder) != own:
             raise InputError(
                 f"{folder}: packed for another image processor, that of "
-                f"{manifest.model_name or 'another model'}; pack the data anew",
-                about="dataset",
+                f"{manifest.model_name or 'another model'}; pack the data anew"
             )
-    return found
+    return preparation

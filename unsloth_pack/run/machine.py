@@ -1,6 +1,7 @@
-"""The machine that a command runs on, by the names that its output uses, and the processes of a run."""
+"""The machine that a command runs on, the processes of a run, and the folders that it may write to."""
 
 import os
+import re
 import reprlib
 import tempfile
 from pathlib import Path
@@ -40,12 +41,12 @@ def count_processes() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is the one process, of those that train together, that prints and writes."""
+    """True on rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_launcher() -> None:
-    """Refuse variables of torchrun that were left by something else: the run would save nothing, or hang.
+    """Refuse variables that something else left in the environment: the run would save nothing, or hang.
 
     Raises:
         InputError: the rank is not below the number of processes, or the processes cannot find each other.
@@ -80,7 +81,6 @@ def wait_for_all() -> None:
 
 
 def _from_launcher(name: str, default: int) -> int:
-    """A number that torchrun, or a tool like it, has put into the environment."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)
@@ -90,17 +90,14 @@ def _from_launcher(name: str, default: int) -> int:
 
 # Files and folders that a subcommand may write to. Nothing here writes to the disk.
 
-_LONGEST_NAME = 255  # bytes, on every file system in use
 _PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".jpg": b"\xff\xd8"}  # how they begin
 
 
 def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None:
     """Refuse a folder that cannot be written to, or holds anything."""
     check_writable(name, target)
-    if not may_replace and target.is_dir() and (held := holds(target)):
-        raise InputError(
-            f"{name} {str(target)!r} is not empty; give a new folder (it holds {held[0]})", about=name
-        )
+    if not may_replace and target.is_dir() and (files := holds(target)):
+        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder (it holds {files[0]})")
 
 
 def check_picture(name: str, path: Path) -> None:
@@ -110,26 +107,21 @@ def check_picture(name: str, path: Path) -> None:
         raise InputError(f"{name} is {str(path)!r}, which is a folder; give a file")
     if path.suffix not in ("", *_PICTURES):
         raise InputError(f"{name} is {str(path)!r}; give a name that ends in one of {', '.join(_PICTURES)}")
-    if path.is_file():
-        with path.open("rb") as file:
-            start = file.read(8)
-        if start and not start.startswith(tuple(_PICTURES.values())):
-            raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
+    start = path.read_bytes()[:8] if path.is_file() else b""
+    if start and not start.startswith(tuple(_PICTURES.values())):
+        raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
 
 
 def check_writable(name: str, folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, without making it."""
-    begins, remedy = f"{name} is {str(folder)!r} but", "give another folder"
-    too_long = any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts)
-    if too_long or any(letter < " " or letter == "\x7f" for letter in str(folder)):
-        shown = reprlib.repr(str(folder))
-        raise InputError(f"{name} is {shown}, which cannot name a folder; give another", about=name)
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts) or re.search(r"[\0-\x1f\x7f]", str(folder)):
+        raise InputError(f"{name} is {reprlib.repr(str(folder))}, which cannot name a folder; give another")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise InputError(f"{begins} {str(existing)!r} is a file; {remedy}", about=name)
+        raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
     try:
         with tempfile.TemporaryFile(dir=existing):  # it has no name, so nobody sees it
             pass
     except OSError as error:
         why = f"{str(existing)!r} cannot be written to ({error.strerror})"
-        raise InputError(f"{begins} {why}; {remedy}", about=name) from None
+        raise InputError(f"{name} is {str(folder)!r} but {why}; give another folder") from None

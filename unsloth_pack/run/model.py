@@ -1,12 +1,14 @@
 """The model of a run: loaded, with new tokens, with an adapter or without, and with the parts that train."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from trl import SFTConfig
 
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
@@ -14,16 +16,27 @@ from unsloth_pack.checkpoints.loading import weight_dtype
 from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.checkpoints.new_tokens import add_to_model, rows_to_train
 from unsloth_pack.checkpoints.saving import save_in_own_dtype
-from unsloth_pack.config import TrainOptions, flat
-from unsloth_pack.errors import InputError, about
+from unsloth_pack.config import flat
+from unsloth_pack.config.options import (
+    AdapterOptions,
+    ImageOptions,
+    ModelOptions,
+    Recompute,
+    TrainingOptions,
+)
+from unsloth_pack.errors import InputError
 from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.modules import train_only
+from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.run.from_adapter import held_by_run
 from unsloth_pack.run.machine import is_main_process, wait_for_all
-from unsloth_pack.run.parameters import freeze_parts, with_parts
+from unsloth_pack.run.parameters import freeze_parts, rates_of, with_parts
 from unsloth_pack.run.trained import adapter_arguments
 from unsloth_pack.training.checkpoints import last_checkpoint
+from unsloth_pack.training.distributed import loaded_whole
+from unsloth_pack.training.optimizers import check_host_memory, check_rates
+from unsloth_pack.verification import probe
 
 # The base model of a run that trains on top of another's adapter: its base with that adapter merged.
 #
@@ -34,51 +47,41 @@ from unsloth_pack.training.checkpoints import last_checkpoint
 _ASIDE = f".{MERGED_BASE}"
 
 
-def load_merged_base(options: TrainOptions, **loading: Any) -> Any:
-    """The base model with `init_adapter` merged into it, which the main process makes.
+def _load_merged_base(
+    model: ModelOptions, adapter: AdapterOptions, folder: Path, is_resumed: bool, **loading: Any
+) -> PreTrainedModel:
+    """Load the base model with `init_adapter` merged into it by the main process.
 
     The adapter makes up for what its base lost in 4 bits, 8 bits or fp8. So it is merged into the weights
-    that it was trained on, which are saved in the type of this run and then loaded as this run asks.
-
-    Args:
-        loading: options of `FastLanguageModel.from_pretrained`, but for the name.
-
-    Raises:
-        InputError: the adapter cannot be loaded or merged.
-        RunStopped: another process has ended.
+    that it was trained on, which are saved in the type of this run and then loaded with its options.
     """
-    folder = options.folder / MERGED_BASE
-    aside = folder if _is_resumed(options) else options.folder / _ASIDE
+    goes_on = is_resumed and last_checkpoint(folder) is not None  # its updates were made on the base there
+    base = folder / MERGED_BASE
+    aside = base if goes_on else folder / _ASIDE
     if is_main_process() and not (aside / MODEL_CONFIG).is_file():
-        _merge(options, aside)
+        first = str(adapter.init_adapter)
+        held = {**flat(model), **held_by_run(Path(first)), "model_name": first, "max_seq_length": 1}
+        merged, tokenizer = FastLanguageModel.from_pretrained(**held)
+        dtype = weight_dtype(model.dtype, adapter.tuning == "full")
+        save_in_own_dtype(merged, aside, pick_processor(merged, first, tokenizer), dtype)
+        del merged
+        gc.collect()  # a model refers to itself; the next one is to have its memory
+        torch.cuda.empty_cache()
     wait_for_all()
-    model, _ = FastLanguageModel.from_pretrained(str(aside), **loading)
+    loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": str(aside)})
     wait_for_all()  # a process that refuses the run next removes what the others would still read
-    model.name_or_path = model.config._name_or_path = str(
-        folder.absolute()
-    )  # the base that the adapter names
-    return model
-
-
-def _merge(options: TrainOptions, aside: Path) -> None:
-    first = str(options.adapter.init_adapter)
-    held = {**flat(options.model), **held_by_run(Path(first))}
-    model, tokenizer = FastLanguageModel.from_pretrained(**held | {"model_name": first, "max_seq_length": 1})
-    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
-    save_in_own_dtype(model, aside, pick_processor(model, first, tokenizer), dtype)
-    del model
-    gc.collect()  # a model refers to itself; the next one is to have its memory
-    torch.cuda.empty_cache()
+    loaded.name_or_path = loaded.config._name_or_path = str(base.absolute())  # that the adapter names
+    return loaded
 
 
 @contextmanager
-def removed_if_refused(options: TrainOptions) -> Iterator[None]:
+def _removed_if_refused(folder: Path) -> Iterator[None]:
     """An error inside this context, in any process, removes the base model that was merged for the run.
 
     Raises:
         RunStopped: another process has ended.
     """
-    aside = options.folder / _ASIDE
+    aside = folder / _ASIDE
     if is_main_process():
         remove_folder(aside)  # left by a process that was killed
     try:
@@ -90,70 +93,118 @@ def removed_if_refused(options: TrainOptions) -> Iterator[None]:
         raise
 
 
-def keep_merged_base(options: TrainOptions) -> None:
+def keep_merged_base(folder: Path) -> None:
     """Put the base model that was merged for the run, if one was, in its place."""
-    aside = options.folder / _ASIDE
+    aside = folder / _ASIDE
     if is_main_process() and aside.is_dir():
-        remove_folder(options.folder / MERGED_BASE)
-        put_in_place(aside, options.folder / MERGED_BASE)
+        remove_folder(folder / MERGED_BASE)
+        put_in_place(aside, folder / MERGED_BASE)
 
 
-def _is_resumed(options: TrainOptions) -> bool:
-    """Whether the run goes on after updates that were made on the base model that is there."""
-    return options.output.resume and last_checkpoint(options.folder) is not None
-
-
-def load_run_model(options: TrainOptions, new_tokens: dict[int, list[int]], has_images: bool = False) -> Any:
-    """The model, ready to train.
+def build_model(
+    model: ModelOptions,
+    adapter: AdapterOptions,
+    images: ImageOptions,
+    training: TrainingOptions,
+    config: SFTConfig,
+    new_tokens: Mapping[int, list[int]],
+    *,
+    has_images: bool,
+    folder: Path,
+    is_resumed: bool,
+) -> Any:
+    """Load the patched model with its adapter, and probe it for leaks before anything is written.
 
     Args:
+        config: of the trainer.
+        new_tokens, has_images, folder, is_resumed: as for `load_run_model`.
+
+    Raises:
+        InputError: it cannot be loaded, or not train as the options say.
+        LeakFound: documents of a packed row reach each other.
+    """
+    with _removed_if_refused(folder), loaded_whole(config):
+        loaded = load_run_model(
+            model,
+            adapter,
+            images if has_images else None,
+            new_tokens,
+            checkpointing=training.use_gradient_checkpointing,
+            folder=folder,
+            is_resumed=is_resumed,
+        )
+        check_rates(loaded, rates_of(training, images))
+        if training.masters_on_host:
+            check_host_memory(loaded)
+        patch = patch_of(loaded)
+        assert patch is not None
+        if training.no_probe:
+            patch.skip_probe()
+        elif config.padding_free:
+            probe(loaded, describe="trl")
+    return loaded
+
+
+def load_run_model(
+    model: ModelOptions,
+    adapter: AdapterOptions,
+    images: ImageOptions | None = None,
+    new_tokens: Mapping[int, list[int]] | None = None,
+    *,
+    checkpointing: Recompute = False,
+    folder: Path = Path(),
+    is_resumed: bool = False,
+) -> Any:
+    """Load the model, ready to train.
+
+    Args:
+        images: if rows have images, so that the tower and the aligner may train.
         new_tokens: by the id of each, the ids of its description, see `add_to_tokenizer`.
-        has_images: whether rows have images, so that the tower and the aligner may train.
+        folder: of the run, where a base with a merged adapter lies.
+        is_resumed: the base may be there already.
 
     Raises:
         InputError: the model cannot be loaded, or not train as the options say.
     """
-    adapter, checkpointing = options.adapter, options.training.use_gradient_checkpointing
     is_full, goes_on = adapter.tuning == "full", adapter.init_adapter and not adapter.merge_init_adapter
-    loading = {**flat(options.model), "full_finetuning": is_full, "random_state": adapter.random_state}
-    if goes_on:
-        loading["model_name"] = adapter.init_adapter
-    with about("model_name", "init_adapter"):
-        if adapter.merge_init_adapter:
-            del loading["model_name"]
-            model = load_merged_base(options, **loading)
-        else:
-            model, _ = FastLanguageModel.from_pretrained(**loading)
+    loading = {**flat(model), "full_finetuning": is_full, "random_state": adapter.random_state}
+    loaded: Any
+    if adapter.merge_init_adapter:
+        loaded = _load_merged_base(model, adapter, folder, is_resumed, **loading)
+    else:
+        name = adapter.init_adapter if goes_on else model.model_name
+        loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": name})
     if new_tokens:
-        add_to_model(model, new_tokens)
+        add_to_model(loaded, new_tokens)
     if is_full:
-        train_only(model, adapter.train_modules, adapter.freeze_modules)
-    if has_images and (is_full or goes_on):
-        freeze_parts(model, options.images, adapter.init_adapter if goes_on else None)
+        train_only(loaded, adapter.train_modules, adapter.freeze_modules)
+    if images is not None and (is_full or goes_on):
+        freeze_parts(loaded, images, adapter.init_adapter if goes_on else None)
     if is_full or goes_on:
-        enable_checkpointing(model, checkpointing)
-        return model.train()
-    arguments = adapter_arguments(model, adapter)
-    if has_images:
-        arguments = with_parts(model, arguments, options.images)
+        enable_checkpointing(loaded, checkpointing)
+        return loaded.train()
+    arguments = adapter_arguments(loaded, adapter)
+    if images is not None:
+        arguments = with_parts(loaded, arguments, images)
     if new_tokens:
-        arguments["trainable_token_indices"] = _with_new_tokens(model, arguments, [*new_tokens])
+        arguments["trainable_token_indices"] = _with_new_tokens(loaded, arguments, [*new_tokens])
     arguments["adapter_on_head"] = True
-    return FastLanguageModel.get_peft_model(model, **arguments, use_gradient_checkpointing=checkpointing)
+    return FastLanguageModel.get_peft_model(loaded, **arguments, use_gradient_checkpointing=checkpointing)
 
 
-def _with_new_tokens(model: Any, arguments: dict[str, Any], ids: list[int]) -> Any:
-    """The rows that train, those of new tokens and those that were asked for."""
+def _with_new_tokens(
+    model: PreTrainedModel, arguments: Mapping[str, Any], ids: list[int]
+) -> list[int] | dict[str, list[int]]:
+    """The rows that train: those of new tokens and those of the options."""
     rows = rows_to_train(model, ids)
-    asked = arguments.get("trainable_token_indices") or []
+    own = arguments.get("trainable_token_indices") or []
     if isinstance(rows, list):
-        return [*asked, *rows]
+        return [*own, *rows]
     embedding = next(iter(rows))
     for name in arguments["modules_to_save"] or ():
         if name.rpartition(".")[2] in rows:
             raise InputError(
                 f"add_tokens trains rows of {name}, which modules_to_save or train_modules trains as a "
-                "whole; leave one of them out",
-                about=("add_tokens", "modules_to_save", "train_modules"),
+                "whole; leave one of them out"
             )
-    return {name: [*(asked if name == embedding else []), *of_name] for name, of_name in rows.items()}
+    return {name: [*(own if name == embedding else []), *of_name] for name, of_name in rows.items()}

@@ -1,16 +1,18 @@
-"""Optimizers by their names in transformers: which settings each takes, and whether it can be made here."""
+"""Optimizers and schedules by their names in transformers: their settings, and whether they can be made."""
 
+import ast
+import json
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.config.options import TrainingOptions, TrainOptions
-from unsloth_pack.config.values import Count, NotNegative, Positive, Refused, Share, read_as
-from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.run.library_names import names_in
-from unsloth_pack.run.machine import count_processes
+from unsloth_pack.config.options import TrainingOptions
+from unsloth_pack.config.values import Count, NotNegative, Positive, Share, read_as
+from unsloth_pack.errors import InputError, errors_of, first_line
 
 if TYPE_CHECKING:
-    import torch
     from transformers import TrainingArguments
 
 Settings = Mapping[str, Any]  # types of values
@@ -18,34 +20,18 @@ Settings = Mapping[str, Any]  # types of values
 _BETAS: Settings = {"beta1": Share, "beta2": Share}
 _ADAM: Settings = {**_BETAS, "eps": Positive}
 _LOW_BITS: Settings = {**_ADAM, "block_size": Count, "bf16_stochastic_round": bool}
-_ADEMAMIX: Settings = {
-    **_ADAM,
-    "beta3": Share,
-    "alpha": NotNegative,
-    "t_alpha": Count,
-    "t_beta3": Count,
-}
+_ADEMAMIX: Settings = {**_ADAM, "beta3": Share, "alpha": NotNegative, "t_alpha": Count, "t_beta3": Count}
 _SCHEDULE_FREE: Settings = {"weight_lr_power": NotNegative, "r": NotNegative}
 
 # What transformers reads of `optim_args`, and our names of its arguments adam_*. Other settings than these it
 # passes over in silence, or hands on as text.
 SETTINGS: Mapping[str, Settings] = {
-    "adamw_torch": _ADAM,
-    "adamw_torch_fused": _ADAM,
-    "adamw_torch_4bit": _LOW_BITS,
-    "adamw_torch_8bit": _LOW_BITS,
-    "adamw_bnb_8bit": _ADAM,
-    "adamw_8bit": _ADAM,
-    "paged_adamw_32bit": _ADAM,
-    "paged_adamw_8bit": _ADAM,
-    "lion_8bit": _BETAS,
-    "lion_32bit": _BETAS,
-    "paged_lion_32bit": _BETAS,
-    "paged_lion_8bit": _BETAS,
-    "ademamix": _ADEMAMIX,
-    "ademamix_8bit": _ADEMAMIX,
-    "paged_ademamix_32bit": _ADEMAMIX,
-    "paged_ademamix_8bit": _ADEMAMIX,
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit"), _ADAM),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit"), _ADAM),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), _LOW_BITS),
+    **dict.fromkeys(("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"), _BETAS),
+    **dict.fromkeys(("ademamix", "ademamix_8bit"), _ADEMAMIX),
+    **dict.fromkeys(("paged_ademamix_32bit", "paged_ademamix_8bit"), _ADEMAMIX),
     "sgd": {"momentum": Share, "dampening": Share, "nesterov": bool},
     "adagrad": {"lr_decay": NotNegative, "eps": Positive},
     "rmsprop": {"momentum": Share, "alpha": Share, "eps": Positive, "centered": bool},
@@ -54,137 +40,107 @@ SETTINGS: Mapping[str, Settings] = {
     "schedule_free_radam": {**_ADAM, **_SCHEDULE_FREE},
     "schedule_free_sgd": _SCHEDULE_FREE,
 }
+ROUNDING = "bf16_stochastic_round"
+ON_HOST = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # torch's own
 _OF_ADAM = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 _OF_TORCHAO = ("adamw_torch_4bit", "adamw_torch_8bit")
-_ROUNDING = "bf16_stochastic_round"
-_ON_HOST = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # torch's own
 _BY_GROUP = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw")
+BY_WEIGHT = {"adafactor", *SETTINGS} - {*_BY_GROUP}  # update each weight by itself
+
+
+@cache
+def names_in_library(module: str, name: str) -> list[str]:
+    """The values of an enumeration, or the keys of a dict, in a module of transformers.
+
+    They are read from its source: importing it takes seconds.
+    """
+    library: Any = find_spec("transformers")
+    path = Path(*library.submodule_search_locations, f"{module}.py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        values: list[Any] = []
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            values = [each.value for each in node.body if isinstance(each, ast.Assign)]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            values = node.value.keys if [getattr(each, "id", "") for each in node.targets] == [name] else []
+        if values:
+            return [str(each.value) for each in values if isinstance(each, ast.Constant)]
+    raise ImportError(f"{path} has no {name}")
 
 
 def check_settings(training: TrainingOptions) -> Iterator[InputError]:
     """Refuse an optimizer that transformers does not know, and settings that it does not take."""
-    optim, optimizers = str(training.optim), names_in("training_args", "OptimizerNames")
+    optim, optimizers = training.optim or "adamw_torch", names_in_library("training_args", "OptimizerNames")
     if optim not in optimizers:
-        yield InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}", about="optim")
+        yield InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}")
         return
     takes = SETTINGS.get(optim, {})
     for name, value in (training.optim_args or {}).items():
-        if name not in takes:
+        if name in takes:
+            yield from errors_of(read_as, takes[name], value, f"optim_args: {name}")
+        else:
             known = f"give {', '.join(takes)}" if takes else "leave out optim_args"
-            yield InputError(
-                f"optim_args has {name!r}, which {optim} does not take; {known}", about=f"optim_args.{name}"
-            )
-            continue
-        try:
-            read_as(takes[name], value)
-        except Refused as error:
-            why = str(error).removeprefix("got ")
-            yield InputError(f"optim_args has {name} {why}", about=f"optim_args.{name}")
+            yield InputError(f"optim_args has {name!r}, which {optim} does not take; {known}")
 
 
-def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
-    """Refuse stochastic rounding where no weight that trains is in bfloat16, so that it would do nothing.
+def check_schedule(
+    training: TrainingOptions, *, knows_rate: bool = True, tries: bool = True
+) -> Iterator[InputError]:
+    """Refuse what transformers refuses, and a floor at which the rate would rise, or be negative.
 
     Args:
-        dtype: to load the weights in.
+        knows_rate: `learning_rate` is right, so that a floor can be compared with it.
+        tries: make the schedule, for which torch is imported.
     """
-    import torch
-
-    is_full, settings = options.adapter.tuning == "full", options.training.optim_args or {}
-    if (
-        _ROUNDING in settings
-        and read_as(bool, settings[_ROUNDING])
-        and not (is_full and dtype == torch.bfloat16)
-    ):
-        trains = (
-            f"dtype is {str(dtype).removeprefix('torch.')}" if is_full else "an adapter trains in float32"
-        )
-        raise InputError(
-            f"optim_args has {_ROUNDING}, which rounds weights in bfloat16, and {trains}; give --tuning full "
-            "--dtype bfloat16, or leave it out",
-            about=(f"optim_args.{_ROUNDING}", "tuning", "dtype"),
-        )
-
-
-def check_updates(options: TrainOptions) -> Iterator[InputError]:
-    """Refuse gradients that are applied as they come, and masters on the host, where that cannot be right."""
-    training = options.training
-    for name in ("optimizer_in_backward", "masters_on_host"):
-        if getattr(training, name) and options.adapter.tuning != "full":
-            yield InputError(
-                f"{name} is set and tuning is 'lora', but gradients and moments of an adapter take little "
-                "memory; leave it out, or give --tuning full",
-                about=(name, "tuning"),
-            )
-    if training.optimizer_in_backward and options.adapter.tuning == "full":
-        yield from _check_in_backward(options)
-    if training.masters_on_host and training.optim not in (None, *_ON_HOST):
+    name, settings = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs or {})
+    schedules = names_in_library("trainer_utils", "SchedulerType")
+    if name not in schedules:
+        yield InputError(f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}")
+    elif name in ("constant", "constant_with_warmup") and settings:
         yield InputError(
-            f"masters_on_host is set and optim is {training.optim!r}, which does not update on the host; "
-            f"give one of {', '.join(_ON_HOST)}",
-            about=("masters_on_host", "optim"),
+            f"lr_scheduler_kwargs is {json.dumps(settings)} and lr_scheduler_type is {name!r}, which takes "
+            "none; leave them out, or give another lr_scheduler_type"
         )
-
-
-def _check_in_backward(options: TrainOptions) -> Iterator[InputError]:
-    training, n_processes = options.training, count_processes()
-
-    def refused(why: str, *others: str) -> InputError:
-        begins = "optimizer_in_backward applies each gradient as it comes, and"
-        return InputError(f"{begins} {why}", about=("optimizer_in_backward", *others))
-
-    if options.data.keep_examples_per_update:
-        yield refused(
-            "keep_examples_per_update may add up those of several steps; leave out one of them",
-            "keep_examples_per_update",
+    elif tries and (why := _why_not_made(name, settings, training.learning_rate)):
+        given = f" and lr_scheduler_kwargs is {json.dumps(settings)}" if settings else ""
+        yield InputError(
+            f"lr_scheduler_type is {name!r}{given}, which transformers refuses ({why}); correct "
+            "lr_scheduler_kwargs, or give another lr_scheduler_type"
         )
-    if training.gradient_accumulation_steps != 1:
-        yield refused(
-            f"gradient_accumulation_steps is {training.gradient_accumulation_steps}, which adds up those of "
-            "several steps; give --gradient_accumulation_steps 1, with longer rows or more of them in a step",
-            "gradient_accumulation_steps",
-        )
-    if training.max_grad_norm:
-        yield refused(
-            f"max_grad_norm is {training.max_grad_norm:g}, but the norm of all is known only when all are "
-            "there; give --max_grad_norm 0, which clips nothing",
-            "max_grad_norm",
-        )
-    if n_processes > 1:
-        yield refused(f"{n_processes} processes first sum theirs; train in one process, or leave it out")
-    if training.optim not in (None, "adafactor", *SETTINGS) or str(training.optim) in _BY_GROUP:
-        yield refused(
-            f"optim {training.optim!r} keeps counts of whole updates; give adamw_torch, or another that "
-            "updates each weight by itself",
-            "optim",
-        )
+    else:
+        rate = (training.learning_rate, f"learning_rate, which is {training.learning_rate:g}")
+        floors: dict[str, tuple[float, str]] = {"min_lr_rate": (1, "1"), "min_lr_ratio": (1, "1")}
+        floors |= {"min_lr": rate, "lr_end": rate} if knows_rate else {}
+        for name, (most, says) in floors.items():
+            value = settings.get(name)
+            if isinstance(value, int | float) and not 0 <= value <= most:
+                yield InputError(
+                    f"lr_scheduler_kwargs has {name} {json.dumps(value)}; give a number from 0 to {says}"
+                )
 
 
-def check_masters(options: TrainOptions, dtype: "torch.dtype") -> None:
-    """Refuse float32 masters of weights that are in float32 themselves.
-
-    Args:
-        dtype: to load the weights in.
-    """
+def _why_not_made(schedule: str, settings: dict[str, Any], learning_rate: float) -> str | None:
+    """Why transformers refuses to make a schedule with these settings, or None."""
     import torch
+    from transformers import get_scheduler
 
-    if options.training.masters_on_host and dtype == torch.float32:
-        raise InputError(
-            "masters_on_host is set and dtype is float32, in which weights need no masters; give --dtype "
-            "bfloat16, or leave it out",
-            about=("masters_on_host", "dtype"),
-        )
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
+        get_scheduler(schedule, optimizer, 0, 1, scheduler_specific_kwargs=settings)
+    except (ValueError, TypeError) as error:
+        return first_line(error)
+    return None
 
 
 def arguments_of(training: TrainingOptions) -> dict[str, Any]:
     """The settings of the optimizer, as transformers' `TrainingArguments` call them."""
-    takes, given = SETTINGS.get(str(training.optim), {}), training.optim_args or {}
-    read = {name: read_as(takes[name], value) for name, value in given.items()}
-    is_adam = _BETAS.keys() <= takes.keys()  # others read an eps of their own
-    arguments: dict[str, Any] = {
-        _OF_ADAM[name]: value for name, value in read.items() if is_adam and name in _OF_ADAM
+    takes = SETTINGS.get(str(training.optim), {})
+    settings = {
+        name: read_as(takes[name], value, name) for name, value in (training.optim_args or {}).items()
     }
-    rest = [f"{name}={value}" for name, value in read.items() if _OF_ADAM.get(name) not in arguments]
+    is_adam = _BETAS.keys() <= takes.keys()  # others read an eps of their own
+    own = {name: value for name, value in settings.items() if is_adam and name in _OF_ADAM}
+    arguments: dict[str, Any] = {_OF_ADAM[name]: value for name, value in own.items()}
+    rest = [f"{name}={value}" for name, value in settings.items() if name not in own]
     return arguments | ({"optim_args": ",".join(rest)} if rest else {})
 
 
@@ -202,17 +158,12 @@ def check_optimizer(arguments: "TrainingArguments") -> None:
     try:
         kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:
+        why, remedy = f"cannot be made ({first_line(error)})", "use adamw_torch"
         if name in _OF_TORCHAO:
-            raise InputError(
-                f"optim is {name!r}, which needs torchao, and that cannot be imported; "
+            why, remedy = (
+                "needs torchao, and that cannot be imported",
                 "pip install torchao, or use adamw_torch",
-                about="optim",
-            ) from None
-        why = first_line(error)
-        raise InputError(
-            f"optim is {name!r}, which cannot be made ({why}); use adamw_torch", about="optim"
-        ) from None
+            )
+        raise InputError(f"optim is {name!r}, which {why}; {remedy}") from None
     if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
-        raise InputError(
-            f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch", about="optim"
-        )
+        raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")

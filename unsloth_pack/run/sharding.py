@@ -1,21 +1,35 @@
-"""`--fsdp` and `--deepspeed`: presets, files of settings, and the options that they contradict."""
+"""`--fsdp` and `--deepspeed`: presets and files of settings."""
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.config import TrainOptions
-from unsloth_pack.errors import Check, InputError, about, at_once
+from unsloth_pack.config.options import TrainingOptions
+from unsloth_pack.errors import InputError
 from unsloth_pack.run.machine import count_processes
 
-# transformers' `fsdp_config`; `_fsdp_config` adds the version and the wrapping
-FSDP_PRESETS: dict[str, dict[str, Any]] = {
-    "full": {},  # a layer's weights are gathered for its forward pass, and again for its backward pass
-    "keep": {"reshard_after_forward": False},  # gathered once, and held between the two
+_ZERO2: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "communication_data_type": "fp32",  # gradients are summed as DDP sums them
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fsdp": {  # transformers' `fsdp_config`
+        "full": {},  # a layer's weights are gathered for its forward pass, and again for its backward pass
+        "keep": {"reshard_after_forward": False},  # gathered once, and held between the two
+    },
+    "deepspeed": {
+        "zero2": _ZERO2,
+        "zero3": _ZERO2 | {"zero_optimization": _ZERO2["zero_optimization"] | {"stage": 3}},
+    },
 }
 # The settings that a file may have, with their values; None stands for any value. Activation checkpointing is
 # not among them: it has an option of its own.
@@ -28,169 +42,90 @@ _FSDP_SETTINGS: dict[str, tuple[Any, ...] | None] = {
     "state_dict_type": ("FULL_STATE_DICT",),
     "cpu_ram_efficient_loading": (False,),
 }
-_ZERO2: dict[str, Any] = {
-    "zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
-    "bf16": {"enabled": "auto"},
-    "fp16": {"enabled": "auto"},
-    "communication_data_type": "fp32",  # gradients are summed as DDP sums them
-    "gradient_clipping": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-DEEPSPEED_PRESETS: dict[str, dict[str, Any]] = {
-    "zero2": _ZERO2,
-    "zero3": _ZERO2 | {"zero_optimization": _ZERO2["zero_optimization"] | {"stage": 3}},
-}
 
 
-def check_sharding(options: TrainOptions) -> None:
-    """Refuse options that contradict sharding, and settings that cannot be read, all at once.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
-    given = _given(options)
-    checks: list[Check] = [partial(_check_one_of_both, given)]
-    for name, value in given.items():
-        checks += [
-            partial(_check_settings, options, name),
-            partial(_check_bits, options, name),
-            partial(_check_recomputing, options, name, value),
-        ]
-    at_once(checks)
-
-
-def check_sharding_here(options: TrainOptions) -> Iterator[InputError]:
-    """Refuse to shard without the library, and in one process."""
-    given = _given(options)
-    if len(given) != 1:  # which `check_sharding` refuses, or nothing shards
-        return
-    ((name, value),) = given.items()
-    if name == "deepspeed" and find_spec("deepspeed") is None:
-        yield InputError(
-            f"deepspeed is {value!r} but is not installed; pip install 'unsloth-pack[deepspeed]'", about=name
-        )
-    if count_processes() < 2:
-        yield InputError(
-            f"{name} shards over several processes and this is one; start them with "
-            f"`torchrun --nproc_per_node N cli.py --{name} {value} ...`, or leave out --{name}",
-            about=name,
-        )
-
-
-def _given(options: TrainOptions) -> dict[str, str]:
-    found = {"fsdp": options.training.fsdp, "deepspeed": options.training.deepspeed}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _check_one_of_both(given: Mapping[str, str]) -> Iterator[InputError]:
-    if len(given) > 1:
-        both = " and ".join(f"{name} is {value!r}" for name, value in given.items())
-        yield InputError(f"{both}; give one of them", about=given)
-
-
-def _check_settings(options: TrainOptions, name: str) -> None:
-    if name == "deepspeed":
-        zero_stage(options)
-    else:
-        _fsdp_config(str(options.training.fsdp))
-
-
-def _check_bits(options: TrainOptions, name: str) -> Iterator[InputError]:
-    for loaded_in in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
-        if getattr(options.model, loaded_in):
-            yield InputError(
-                f"{name} shards 16-bit weights and {loaded_in} is set; drop one of them (without --{name}, "
-                "several GPUs train quantised weights)",
-                about=(name, loaded_in),
-            )
-
-
-def _check_recomputing(options: TrainOptions, name: str, given: str) -> Iterator[InputError]:
-    if options.training.use_gradient_checkpointing != "auto":
-        return
-    holds_all_weights = name == "deepspeed" and zero_stage(options) in (1, 2)
-    if not holds_all_weights:
+def check_sharding(training: TrainingOptions) -> Iterator[InputError]:
+    """Refuse settings that cannot be read or followed."""
+    if training.fsdp is not None:
+        yield from _wrong_settings(training.fsdp)
+    holds_all_weights = zero_stage(training) in (1, 2)
+    name, value = ("fsdp", training.fsdp) if training.fsdp else ("deepspeed", training.deepspeed)
+    if value is not None and training.use_gradient_checkpointing == "auto" and not holds_all_weights:
         yield InputError(
             f"use_gradient_checkpointing is 'auto', which every process decides for itself, but under {name} "
-            f"{given!r} all must recompute the same layers; give true or offload",
-            about=("use_gradient_checkpointing", name),
+            f"{value!r} all must recompute the same layers; give true or offload"
         )
 
 
-def zero_stage(options: TrainOptions) -> int | None:
+def check_sharding_here(training: TrainingOptions) -> Iterator[InputError]:
+    """Refuse to shard without the library, and in one process."""
+    name, value = ("fsdp", training.fsdp) if training.fsdp else ("deepspeed", training.deepspeed)
+    if name == "deepspeed" and value and find_spec("deepspeed") is None:
+        yield InputError(
+            f"deepspeed is {value!r} but is not installed; pip install 'unsloth-pack[deepspeed]'"
+        )
+    if value and count_processes() < 2:
+        yield InputError(
+            f"{name} shards over several processes and this is one; start them with "
+            f"`torchrun --nproc_per_node N cli.py --{name} {value} ...`, or leave out --{name}"
+        )
+
+
+def zero_stage(training: TrainingOptions) -> int | None:
     """The stage of ZeRO that `--deepspeed` sets; None without it.
 
     Raises:
         InputError: the settings cannot be read, or set no stage that shards.
     """
-    given = options.training.deepspeed
-    if given is None:
+    if training.deepspeed is None:
         return None
-    zero = _settings("deepspeed", given, DEEPSPEED_PRESETS).get("zero_optimization")
+    zero = _settings("deepspeed", training.deepspeed).get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         raise InputError(
-            f"deepspeed is {given!r}, which sets zero_optimization.stage to {stage!r}; give 1, 2 or 3",
-            about="deepspeed",
+            f"deepspeed is {training.deepspeed!r}, which sets zero_optimization.stage to {stage!r}; give "
+            "1, 2 or 3"
         )
     return stage
 
 
-def sharding_arguments(options: TrainOptions) -> dict[str, Any]:
+def sharding_arguments(training: TrainingOptions) -> dict[str, Any]:
     """The arguments of transformers' `TrainingArguments` for `--fsdp` or `--deepspeed`; none without them."""
-    training = options.training
     if training.fsdp is not None:
-        return {"fsdp": True, "fsdp_config": _fsdp_config(training.fsdp)}
+        required = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        required["state_dict_type"] = "FULL_STATE_DICT"
+        return {"fsdp": True, "fsdp_config": required | _fsdp_settings(training.fsdp)}
     if training.deepspeed is not None:
-        return {"deepspeed": _settings("deepspeed", training.deepspeed, DEEPSPEED_PRESETS)}
+        return {"deepspeed": _settings("deepspeed", training.deepspeed)}
     return {}
 
 
-def _fsdp_config(given: str) -> dict[str, Any]:
-    settings = _settings("fsdp", given, FSDP_PRESETS)
-    config = {str(name).removeprefix("fsdp_"): value for name, value in settings.items()}
-    at_once([partial(_wrong_settings, given, config)])
-    required = {
-        "version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "state_dict_type": "FULL_STATE_DICT",
-    }
-    return required | config
+def _fsdp_settings(value: str) -> dict[str, Any]:
+    return {str(name).removeprefix("fsdp_"): each for name, each in _settings("fsdp", value).items()}
 
 
-def _wrong_settings(given: str, config: Mapping[str, Any]) -> Iterator[InputError]:
-    for name, value in config.items():
+def _wrong_settings(value: str) -> Iterator[InputError]:
+    for name, each in _fsdp_settings(value).items():
         allowed = _FSDP_SETTINGS.get(name)
+        sets = f"fsdp is {value!r}, which sets {name}"
         if name not in _FSDP_SETTINGS:
-            known = ", ".join(_FSDP_SETTINGS)
-            yield InputError(
-                f"fsdp is {given!r}, which sets {name}; leave it out, or set one of {known}", about="fsdp"
-            )
-        elif allowed is not None and value not in allowed:
-            yield InputError(
-                f"fsdp is {given!r}, which sets {name} to {value!r}; give {' or '.join(map(str, allowed))}",
-                about="fsdp",
-            )
+            yield InputError(f"{sets}; leave it out, or set one of {', '.join(_FSDP_SETTINGS)}")
+        elif allowed is not None and each not in allowed:
+            yield InputError(f"{sets} to {each!r}; give {' or '.join(map(str, allowed))}")
 
 
-def _settings(name: str, given: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _settings(name: str, value: str) -> dict[str, Any]:
     """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`.
 
     Raises:
         InputError: no such preset or file, or one that holds no settings.
     """
-    if given in presets:
-        return copy.deepcopy(presets[given])
-    with about(name):
-        return _settings_in(name, given, presets)
-
-
-def _settings_in(name: str, given: str, presets: Iterable[str]) -> dict[str, Any]:
     import yaml
 
-    path, begins = Path(given), f"{name} is {given!r}"
+    presets = _PRESETS[name]
+    if value in presets:
+        return copy.deepcopy(presets[value])
+    path, begins = Path(value), f"{name} is {value!r}"
     if not path.suffix:
         raise InputError(f"{begins}; choose one of {', '.join(presets)}, or give a .json or .yaml file")
     try:
@@ -198,7 +133,7 @@ def _settings_in(name: str, given: str, presets: Iterable[str]) -> dict[str, Any
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"{begins}: {error.strerror}; check the path") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         kind = path.suffix.removeprefix(".")
         raise InputError(f"{begins}: not {kind} ({' '.join(str(error).split())}); correct it") from None
     if isinstance(values, dict):

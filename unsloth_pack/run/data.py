@@ -1,0 +1,294 @@
+"""The data of a run: tokenised rows to train on and to evaluate on, with the checks that read them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PretrainedConfig
+from trl import SFTConfig
+
+from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.config.options import DataOptions, ImageOptions, ModelOptions
+from unsloth_pack.data import check_token_ids, tokenizer_hash
+from unsloth_pack.data.cache import cores
+from unsloth_pack.data.columns import check_used
+from unsloth_pack.data.mixture import Mixture, Part
+from unsloth_pack.data.streaming import DocumentStream, Share
+from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
+from unsloth_pack.data.tokenize import Documents
+from unsloth_pack.errors import InputError
+from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
+from unsloth_pack.packing.dataset import pack_documents
+from unsloth_pack.report.terminal import document_lengths
+from unsloth_pack.run.documents import (
+    OpenedStream,
+    RowsOfSet,
+    RunTokenizer,
+    first_of_stream,
+    load_all,
+    load_training_data,
+    mixed_documents,
+    open_training_data,
+)
+from unsloth_pack.run.image_rows import (
+    StreamedImageRows,
+    check_files_of_packs,
+    check_of_text,
+    check_one_can_be_decoded,
+    images_of_run,
+    refuse_unused_folder,
+    saved_with_model,
+)
+from unsloth_pack.run.images import ImagePreparation, image_ids_of, refuse_image_tokens, takes_images
+from unsloth_pack.run.resolve import Named, evaluation_sets
+from unsloth_pack.training.streaming import RowStream
+from unsloth_pack.training.trl_setup import rows_of_an_update, training_template
+
+_MOST_WORKERS = 8  # that decode images, unless the options say how many
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Tokenised rows for the trainer.
+
+    Args:
+        rows: documents, or rows packed with them.
+        ledger: token counts of the data; of a stream, those of its first rows.
+        fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
+        packs: the manifest, if the rows were packed on disk.
+        parts: the data sets of the rows; empty for packs.
+        has_files: an image of them is a file, or may be.
+    """
+
+    rows: Dataset | RowStream
+    ledger: TokenLedger
+    fingerprint: str
+    packs: PackManifest | None = None
+    parts: tuple[Part, ...] = ()
+    has_files: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data of a run.
+
+    Args:
+        images: how the images of the rows are prepared; None where no row has any.
+        saved_with_model: the tokenizer or processor to save beside the model.
+    """
+
+    train: PreparedRows
+    evaluation: PreparedRows | None
+    images: ImagePreparation | None
+    saved_with_model: Any
+
+
+def build_data(
+    model: ModelOptions,
+    data: DataOptions,
+    image_options: ImageOptions,
+    tokenizer: RunTokenizer,
+    config: SFTConfig,
+    init_adapter: str | None = None,
+) -> TrainingData:
+    """Read and tokenise the data.
+
+    Args:
+        config: of the trainer, which is adapted to rows with images and to `keep_examples_per_update`.
+        init_adapter: the adapter that the run begins with.
+
+    Raises:
+        InputError: the data cannot be trained on.
+    """
+    stream, packs, loaded = None, _packs_in(data.dataset), []
+    eval_packs = _packs_in(data.eval_dataset) if data.eval_dataset is not None else None
+    if data.streaming:
+        stream = open_training_data(data, config.seed)
+    elif packs is None:
+        loaded = load_training_data(data)
+    sets = [] if eval_packs else evaluation_sets(data)
+    eval_loaded = load_all(sets, "test", data.num_proc, data.sample_limit)
+
+    rows = [each.rows for each in (*loaded, *eval_loaded)]
+    if stream is not None and takes_images(model.model_name):
+        rows += first_of_stream(stream.source)
+    manifests = {folder: read_manifest(folder) for folder in (packs, eval_packs) if folder is not None}
+    source = init_adapter or model.model_name
+    images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)
+    if images is not None:
+        _adapt_to_images(config, image_options)
+
+    builder = _Builder(model, data, tokenizer, config, images)
+    evaluation = None
+    if stream is not None:
+        train = builder.stream(stream)
+    elif packs is not None:
+        train = builder.packed_rows(packs)
+    else:
+        train, evaluation = builder.training_rows(loaded)
+    if data.keep_examples_per_update and isinstance(train.rows, Dataset):
+        _keep_examples_per_update(config, train.rows)
+    if eval_packs is not None:
+        evaluation = builder.packed_rows(eval_packs)
+    elif eval_loaded:
+        evaluation = builder.evaluation_rows(eval_loaded)
+    if images is not None:
+        refuse_unused_folder(image_options, train.has_files or bool(evaluation and evaluation.has_files))
+    if images is not None and image_options.skip_broken_images:
+        check_one_can_be_decoded(images, train.rows, "learned")
+        if evaluation is not None:
+            check_one_can_be_decoded(images, evaluation.rows, "evaluated")
+    beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
+    return TrainingData(train, evaluation, images, beside)
+
+
+def _packs_in(named: Named) -> Path | None:
+    return find_packs(named) if isinstance(named, str) else None
+
+
+def _adapt_to_images(config: SFTConfig, options: ImageOptions) -> None:
+    """Have images decoded by workers, and the documents of a batch share one row."""
+    for name, value in (("fsdp", config.fsdp), ("deepspeed", config.deepspeed)):
+        if value:
+            raise InputError(
+                f"{name} is set and the rows have images, but a process whose row has none would keep the "
+                f"others waiting; leave out --{name}"
+            )
+    workers = options.dataloader_num_workers
+    if workers is None:
+        workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
+    config.dataloader_num_workers, config.padding_free = workers, True
+    config.remove_unused_columns = False  # that of the images is none that TRL knows
+
+
+def _keep_examples_per_update(config: SFTConfig, rows: Dataset) -> None:
+    """Accumulate over so few rows that an update sees as many documents as if each were a row."""
+    rows_per_step = config.per_device_train_batch_size
+    config.gradient_accumulation_steps = plan_accumulation(
+        rows_per_step * config.gradient_accumulation_steps * config.world_size,
+        len(document_lengths(rows)) / len(rows),
+        config.world_size,
+        rows_per_step,
+    )
+
+
+class _Builder:
+    """Makes rows of the data of a run."""
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        data: DataOptions,
+        tokenizer: RunTokenizer,
+        config: SFTConfig,
+        images: ImagePreparation | None,
+    ):
+        self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
+        self._tokenizer = tokenizer.tokenizer
+        text: PretrainedConfig = load_config(resolve(model.model_name)[0]).get_text_config()
+        self._vocab_size = max([text.vocab_size, *(token + 1 for token in tokenizer.new_tokens)])
+        self._n_positions = text.max_position_embeddings
+        self._image_ids = image_ids_of(model.model_name, self._tokenizer)  # None if it takes no images
+
+    def packed_rows(self, folder: Path) -> PreparedRows:
+        """Rows that were packed on disk."""
+        packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer))
+        check_token_ids(rows, self._vocab_size)
+        has_files = False
+        if packs.images is not None and self._images is not None:
+            has_files = check_files_of_packs(folder, rows, self._images)
+        elif packs.images is None:
+            self._refuse_image_tokens(rows, f"{folder} row", "pack the data anew, with its images")
+            rows = rows if self._images is None else without_images(rows, is_packed=True)
+        self._check_token_loss(str(folder), packs.ledger, packs.capacity, are_packed=True)
+        return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs, has_files=has_files)
+
+    def training_rows(self, loaded: list[RowsOfSet]) -> tuple[PreparedRows, PreparedRows | None]:
+        """The rows to train on, and those that are held out."""
+        data = self._data
+        how: dict[str, Any] = {"how": data.mixture, "seed": self._config.seed, "most": data.sample_limit}
+        mixture = self._mixture(loaded, eval_fraction=data.eval_fraction, **how)
+        train = self._rows_of(mixture.train, data.sample_packing, mixture.parts)
+        if mixture.held_out is None:
+            return train, None
+        return train, self._rows_of(mixture.held_out, data.packs_evaluation)
+
+    def evaluation_rows(self, loaded: list[RowsOfSet]) -> PreparedRows:
+        mixture = self._mixture(loaded)
+        return self._rows_of(mixture.train, self._data.packs_evaluation, mixture.parts)
+
+    def stream(self, stream: OpenedStream) -> PreparedRows:
+        """The rows of a stream, of which the first documents have been checked."""
+        data, config, images, source = self._data, self._config, self._images, stream.source
+        only_responses = data.train_on_responses_only
+        documents = DocumentStream(
+            source,
+            self._tokenizer,
+            vocab_size=self._vocab_size,
+            max_length=self._capacity,
+            responses_only=only_responses,
+            chat_template=training_template(self._tokenizer) if only_responses else None,
+            images=StreamedImageRows(images, self._capacity, only_responses) if images else None,
+            check_text=check_of_text(self._image_ids) if self._image_ids is not None else None,
+            have_images=holds_images if images is None and self._image_ids is not None else None,
+        )
+        for number, data_set in enumerate(stream.data_sets):
+            unused = documents.unused_columns[number]
+            check_used(data_set.columns, unused, are_shared=data_set.shares_columns)
+        ledger = documents.first_ledger
+        self._check_token_loss(f"{source.name}, in its first {ledger.rows_read:,} rows,", ledger)
+        decoders = 0 if images is None else max(1, config.dataloader_num_workers)
+        given_out_early = 1 if images is None else 2 + decoders
+        rows = RowStream(
+            documents,
+            self._capacity,
+            seed=config.seed,
+            share=Share(config.process_index, config.world_size),
+            n_workers=data.num_proc or 1,
+            ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size * given_out_early,
+            decoders=decoders,
+        )
+        parts = tuple(
+            Part(data_set.name, data_set.weight, documents.unused_columns[number])
+            for number, data_set in enumerate(stream.data_sets)
+        )
+        # Later rows may have files
+        return PreparedRows(rows, ledger, documents.fingerprint, None, parts, has_files=True)
+
+    def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
+        """The documents of data sets, all of whose tokens have an embedding, and not too many are lost."""
+        data = self._data
+        mixture = mixed_documents(
+            loaded,
+            self._tokenizer,
+            self._capacity,
+            data.train_on_responses_only,
+            data.num_proc,
+            images=self._images,
+            **how,
+        )
+        documents = mixture.train
+        if documents.least_id < 0 or documents.last_id >= self._vocab_size:
+            check_token_ids(documents.rows, self._vocab_size)
+        if self._images is None:
+            self._refuse_image_tokens(documents.rows, "document", "take it out of the text")
+        self._check_token_loss(", ".join(each.data_set.name for each in loaded), documents.ledger)
+        return mixture
+
+    def _refuse_image_tokens(self, rows: Dataset, what: str, remedy: str) -> None:
+        if self._image_ids is not None:
+            refuse_image_tokens(rows, self._image_ids, what, remedy)
+
+    def _check_token_loss(
+        self, name: str, ledger: TokenLedger, capacity: int | None = None, are_packed: bool = False
+    ) -> None:
+        most, length = self._data.max_token_loss, capacity or self._capacity
+        check_token_loss(name, ledger, most, length, self._n_positions, are_packed=are_packed)
+
+    def _rows_of(self, documents: Documents, is_packed: bool, parts: tuple[Part, ...] = ()) -> PreparedRows:
+        rows = documents.rows
+        if is_packed:
+            rows = pack_documents(documents, self._capacity, self._data.num_proc)
+        return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts, documents.has_files)
