@@ -26,35 +26,17 @@ def refusal(folder, **given):
     return ""
 
 
-def after(pattern, before):
-    return f"learning_rates holds {pattern!r} after {before}, by which all that it stands for has a rate; put"
-
-
 @table(
     ("given", "says"),
     [
         ({"learning_rates": {"layers.0": 1, "layers": 1}}, ""),
         ({"learning_rates": {"lora_A": 1, "q_proj": 1, "lora_B": 1}}, ""),
-        ({"learning_rates": {"layers": 1, "layers.0": 1}}, after("layers.0", "'layers'")),
-        ({"learning_rates": {"lora_A": 1, "layers": 1, "layers.0": 1}}, after("layers.0", "'layers'")),
-        (
-            {"learning_rates": {"lora_A": 1, "lora_B": 1, "layers": 1}},
-            after("layers", "'lora_A' and 'lora_B'"),
-        ),
         ({"learning_rates": {"lm_head": 1}}, "learning_rates holds 'lm_head', which matches no module that"),
         ({"learning_rates": {"lm_head": 1}, "target_modules": "lm_head,q_proj"}, ""),
         ({"learning_rates": {"norm": 1}, "modules_to_save": "norm"}, ""),
         ({"embedding_learning_rate": 1}, "and neither embeddings nor head train; leave it out, or have"),
         ({"embedding_learning_rate": 1, "modules_to_save": "embed_tokens"}, ""),
         ({"embedding_learning_rate": 1, "trainable_token_indices": "3"}, ""),
-        (
-            {
-                "modules_to_save": "embed_tokens",
-                "learning_rates": {"embed_tokens": 1e-5},
-                "embedding_learning_rate": 1e-4,
-            },
-            "embedding_learning_rate is 0.0001, and learning_rates holds a rate for all that trains of",
-        ),
         (
             {"learning_rates": {"no_such": 1}, "embedding_learning_rate": 1},
             "no_such', which matches no module that trains; correct it",
