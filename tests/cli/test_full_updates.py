@@ -161,6 +161,6 @@ def test_what_cannot_be_right(flags, says, refused):
 
 
 def test_several_processes_sum_their_gradients_first(refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.run.optimizer.count_processes", lambda: 2)
+    monkeypatch.setattr("unsloth_pack.run.contradictions.count_processes", lambda: 2)
     line = refused(tuning="full", max_grad_norm=0, optimizer_in_backward=True)
     assert "2 processes first sum theirs; train in one process, or leave it out" in line

@@ -16,7 +16,7 @@ from transformers import TrainerControl
 from warm import torchrun
 
 from unsloth_pack.config import TrainOptions, changed
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.report.callbacks import StopOnSignal
 from unsloth_pack.run import sharding
 
@@ -208,7 +208,7 @@ def test_torchrun_hands_the_exit_code_on(tmp_path):
     assert done.returncode == 1
     told = json.loads(error_file.read_text())["message"]
     assert told["errorCode"] == 2
-    assert told["message"].startswith("argument --max_steps: got '0'")
+    assert told["message"].startswith("max_steps is 0; ")
     assert f"traceback : {told['message']}" in done.stderr
 
 
@@ -270,10 +270,10 @@ def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     given = {"deepspeed": str(settings), "use_gradient_checkpointing": "auto"}
-    options = changed(TrainOptions(), given)
+    training = changed(TrainOptions(), given).training
     refused = pytest.raises(
         InputError, match="'auto', which every process decides for itself, but under deepspeed"
     )
     with nullcontext() if are_whole else refused:
-        sharding.check_sharding(options)
-    assert sharding.zero_stage(options) == stage  # it is the file that decides
+        raise_together(sharding.check_sharding(training))
+    assert sharding.zero_stage(training) == stage  # it is the file that decides

@@ -110,10 +110,10 @@ def with_floor(course="cosine_with_min_lr", **settings):
         ({"learning_rates": '{"norm": 0}'}, "norm is 0; give a number above 0"),
         ({"learning_rates": '{"(": 1}'}, "'(' is '('; give a regular expression"),
         ({"embedding_learning_rate": 1e-4}, "embedding_learning_rate is 0.0001, and neither embeddings nor"),
-        ({"lora_plus_ratio": 0.5}, "argument --lora_plus_ratio: got '0.5'; give a number of at least 1"),
+        ({"lora_plus_ratio": 0.5}, "lora_plus_ratio is 0.5; give a number of at least 1"),
         ({"tuning": "full", "lora_plus_ratio": 4}, "lora_plus_ratio is 4, but there is no LoRA"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio is 0.1 and warmup_steps is 3; give one"),
-        ({"effective_batch_size": 7, "per_device_train_batch_size": 2}, "which 2 rows a step"),
+        ({"effective_batch_size": 7, "per_device_train_batch_size": 2}, "and a step has 2 rows"),
         ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "either decides the steps of an up"),
         ({"lr_scheduler_kwargs": '{"floor": 1}'}, "kwargs is {\"floor\": 1}, which transformers"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "which transformers refuses"),
@@ -149,7 +149,7 @@ def test_what_is_refused(flags, says, refused):
 
 def test_best_checkpoints_are_of_evaluations(refused, data):
     flags = {"eval_dataset": data, "load_best_model_at_end": True, "save_steps": 4}
-    assert "eval_steps is not given" in refused(**flags)
+    assert "is no multiple of eval_steps null" in refused(**flags)
     assert "save_steps 4 is no multiple of eval_steps 3" in refused(eval_steps=3, **flags)
 
 

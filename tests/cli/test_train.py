@@ -17,7 +17,7 @@ from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.resolve import read_options
-from unsloth_pack.run.validate import check_first
+from unsloth_pack.run.validate import validate
 from unsloth_pack.training.checkpoints import state_of
 
 
@@ -240,7 +240,7 @@ def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
 def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(finished, capsys, monkeypatch):
     out = str(finished)
     assert main(["--resume", "--output_dir", out, "--learning_rate", "1"]) == 2
-    assert "learning_rate was 0.01, not 1.0" in capsys.readouterr().err
+    assert "learning_rate is 1.0 and was 0.01" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 2
     assert "complete after 3 updates" in capsys.readouterr().err
     shutil.rmtree(finished / "checkpoint-3")
@@ -358,7 +358,7 @@ def test_several_processes_need_a_folder(train, tmp_path, monkeypatch, capsys):
     assert "output_dir is missing" in capsys.readouterr().err
     options = read_options(["--output_dir", "outputs/mine"])
     assert options.output.output_dir == "outputs/mine"
-    check_first(options, {})
+    validate(options)
 
 
 def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_path):

@@ -157,7 +157,7 @@ def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tm
     ("flags", "says"),
     [
         ({"target_modules": "w_proj"}, "target_modules names 'w_proj'; the model has"),
-        ({"target_modules": "(w_"}, "argument --target_modules: got '(w_'; give a regular expression"),
+        ({"target_modules": "(w_"}, "target_modules is '(w_'; give a regular expression"),
         ({"target_modules": ".*w_proj"}, "target_modules is '.*w_proj', which matches nothing"),
         ({"modules_to_save": "head"}, "modules_to_save names 'head'; the model has"),
         ({"train_modules": "model.layer.1"}, "train_modules holds 'model.layer.1', which matches no module"),

@@ -8,74 +8,35 @@ from pathlib import Path
 
 from refusals import Case, train
 
-NUMBERS = {  # each flag, and what is said where it is not such a number
-    "max_seq_length": "a whole number of at least 1",
+NUMBERS = {  # a flag of each type, and the remedy where its value is no such number
     "r": "a whole number of at least 1",
-    "max_steps": "a whole number of at least 1",
-    "per_device_train_batch_size": "a whole number of at least 1",
-    "per_device_eval_batch_size": "a whole number of at least 1",
-    "gradient_accumulation_steps": "a whole number of at least 1",
-    "logging_steps": "a whole number of at least 1",
-    "save_steps": "a whole number of at least 1",
     "warmup_steps": "a whole number of at least 0",
-    "seed": "a whole number of at least 0",
-    "random_state": "a whole number of at least 0",
+    "seed": "a whole number from 0 to",
     "learning_rate": "a number above 0",
-    "lora_alpha": "a number above 0",
-    "num_train_epochs": "a number above 0",
     "weight_decay": "a number of at least 0",
     "lora_dropout": "a number of at least 0 and below 1",
-    "max_token_loss": "a number of at least 0",
 }
-NO_NUMBERS = ("-1", "nan", "inf", "1e400", "", "x", "0x10", "1,5", "None", "[1]")
-BEYOND = ("1" + "0" * 12, "1" + "0" * 30)
-
-
-def flag(name: str, value: str, says: str) -> Case:
-    shown = value if len(value) < 40 else f"{len(value)} characters"
-    return Case(f"--{name}={shown}", f"--{name}.*: got .*{says}", train(**{name: value}))
-
-
-VALUES = [flag(name, value, f"give {says}") for name, says in NUMBERS.items() for value in NO_NUMBERS]
-VALUES += [
-    flag(name, value, "give a whole number")
-    for name, says in NUMBERS.items()
-    if "whole" in says
-    for value in BEYOND
-]
-VALUES += [flag(name, "1e300", "give a number") for name in ("learning_rate", "lora_alpha", "weight_decay")]
-VALUES += [flag("num_train_epochs", "1e300", "give a number"), flag("learning_rate", "-0", "above 0")]
-VALUES += [
-    flag("r", "1.5", "a whole number"),
-    flag("r", "0", "at least 1"),
-    Case("--r=100000", "r is 100000; give a whole number from 1 to 64", train(r="100000")),
-    flag("lora_dropout", "1", "below 1"),
-]
+NO_NUMBERS = ("-1", "nan", "inf", "", "x", "0x10", "1,5", "[1]", "1" + "0" * 12)
 WORDS = {
     "dtype": "one of bfloat16",
-    "bias": "one of none",
-    "attn_backend": "one of auto",
-    "save_method": "one of merged_16bit",
-    "on_nonfinite": "one of stop",
     "sample_packing": "true or false",
-    "load_in_4bit": "true or false",
-    "use_dora": "true or false",
-    "save_model": "true or false",
     "use_gradient_checkpointing": "one of true",
     "loftq_config": "or a JSON object",
 }
+
+
+def flag(name: str, value: str, says: str) -> Case:
+    return Case(f"--{name}={value}", f"{name} is .*{says}", train(**{name: value}))
+
+
+VALUES = [flag(name, value, f"give {says}") for name, says in NUMBERS.items() for value in NO_NUMBERS]
+VALUES += [flag("learning_rate", "-0", "above 0"), flag("r", "1.5", "a whole number")]
+VALUES += [flag("lora_dropout", "1", "below 1"), flag("r", "100000", "give a whole number from 1 to 64")]
+VALUES += [flag(name, value, says) for name, says in WORDS.items() for value in ("", "frob", "7", "[4]")]
 VALUES += [
-    flag(name, value, says) for name, says in WORDS.items() for value in ("", "frob", "7", "None", "[4]")
-]
-NAMES = {
-    "optim": "choose one of adamw",
-    "lr_scheduler_type": "choose one of linear",
-    "report_to": "choose one of none",
-}
-VALUES += [
-    Case(f"--{name}={value!r}", f"{name} is {value!r}.*{says}", train(**{name: value}))
-    for name, says in NAMES.items()
-    for value in ("", "frob", "None", "../x", "x" * 300)
+    flag(name, value, f"choose one of {says}")
+    for name, says in {"optim": "adamw", "lr_scheduler_type": "linear", "report_to": "none"}.items()
+    for value in ("", "frob", "../x")
 ]
 
 TOGETHER = [
@@ -158,10 +119,10 @@ TOGETHER = [
     Case(
         "verify a row of one token", "max_seq_length", ["verify", "--model_name=model", "--max_seq_length=1"]
     ),
-    Case("stats of no lengths", "--pack_lengths", ["stats", "--pack_lengths="]),
-    Case("stats of words", "--pack_lengths", ["stats", "--pack_lengths=1,b"]),
-    Case("stats of zero", "--pack_lengths", ["stats", "--pack_lengths=0"]),
-    Case("stats of odd pictures", "--image_sizes", ["stats", "--image_sizes=12"]),
+    Case("stats of no lengths", "pack_lengths", ["stats", "--pack_lengths="]),
+    Case("stats of words", "pack_lengths", ["stats", "--pack_lengths=1,b"]),
+    Case("stats of zero", "pack_lengths", ["stats", "--pack_lengths=0"]),
+    Case("stats of odd pictures", "image_sizes is", ["stats", "--image_sizes=12"]),
     Case(
         "stats into a file as a folder",
         "is a file",
@@ -184,37 +145,26 @@ def settings(flag: str, name: str, content: str, says: str, **others: object) ->
 SHARDING = [
     Case("sharded twice", "give one of them", train(fsdp="full", deepspeed="zero2")),
     Case("FSDP in one process", "torchrun --nproc_per_node N cli.py --fsdp full", [*train(), "--fsdp"]),
-    *(
-        Case(f"sharded and {name}", f"{name} is set; drop one", train(fsdp="full", **{name: True}))
-        for name in ("load_in_4bit", "load_in_8bit")
-    ),
-    Case("ZeRO of 4 bits", "load_in_4bit is set", train(deepspeed="zero3", load_in_4bit=True)),
+    Case("FSDP of 4 bits", "load_in_4bit is set; drop one", train(fsdp="full", load_in_4bit=True)),
+    Case("ZeRO of 8 bits", "load_in_8bit is set; drop one", train(deepspeed="zero3", load_in_8bit=True)),
     *(
         Case(
-            f"{flag} decided apart", "give true or offload", train(use_gradient_checkpointing="auto", **given)
+            f"{name} decided apart",
+            "give true or offload",
+            train(use_gradient_checkpointing="auto", **{name: value}),
         )
-        for flag, given in {"FSDP": {"fsdp": "full"}, "ZeRO-3": {"deepspeed": "zero3"}}.items()
+        for name, value in {"fsdp": "full", "deepspeed": "zero3"}.items()
     ),
-    *(
-        Case(f"--fsdp={name!r}", "choose one of full, keep", train(fsdp=name))
-        for name in ("", "frob", "zero3")
-    ),
+    Case("--fsdp=frob", "choose one of full, keep", train(fsdp="frob")),
     Case("--deepspeed=frob", "choose one of zero2, zero3", train(deepspeed="frob")),
     Case("a file of settings that is not there", "check the path", train(fsdp="gone.json")),
-    Case(
-        "a folder of settings", "check the path", train(deepspeed="a.json"), lambda f: (f / "a.json").mkdir()
-    ),
     settings("fsdp", "a.json", "[1", "not json"),
     settings("fsdp", "a.yaml", "a: [1", "not yaml"),
     settings("fsdp", "a.json", "[]", "no settings"),
     settings("fsdp", "a.yaml", "fsdp_config: {fsdp_version: 1}", "version to 1; give 2"),
     settings("fsdp", "a.yaml", "frobnicate: true", "leave it out"),
-    settings("fsdp", "a.yaml", "cpu_ram_efficient_loading: true", "give False"),
-    settings("fsdp", "a.json", '{"state_dict_type": "SHARDED_STATE_DICT"}', "give FULL_STATE_DICT"),
     settings("deepspeed", "a.json", "{}", "no settings"),
-    settings("deepspeed", "a.json", '{"train_batch_size": 1}', "stage to 0"),
     settings("deepspeed", "a.json", '{"zero_optimization": {"stage": 4}}', "stage to 4"),
-    settings("deepspeed", "a.json", '{"zero_optimization": 3}', "stage to 0"),
 ]
 SHARDING = [replace(case, beside="this is one|is not installed") for case in SHARDING]
 
@@ -232,38 +182,17 @@ def config(name: str, content: str | bytes, says: str) -> Case:
 CONFIGS = [
     Case("config: missing", "config is 'gone.yaml'.*check the path", train(config="gone.yaml")),
     Case("config: a folder", "config is '.'", train(config=".")),
-    Case("config: a device", "config is '/dev/zero'", train(config="/dev/zero")),
     Case("config: no name", "config is ''|config is '.'", train(config="")),
-    config("empty", "", "run.yaml:1: holds no `name: value` lines"),
-    config("a list", "- r\n- 4\n", "holds no `name: value` lines"),
-    config("a word", "text", "holds no `name: value` lines"),
-    config("an open bracket", "r: [", "not yaml"),
     config(
         "an open quote before a secret",
         'hub_token: "hf_secret\n',
         r"run.yaml:2: not yaml \(found unexpected end of stream\); correct it$",
     ),
-    config("tabs", "r:\t4\n\tseed: 1", "not yaml"),
-    config("not UTF-8", b"r: \xff\xfe", "not yaml"),
     config("UTF-16", "r: 4\n".encode("utf-16"), "not yaml"),
     config("zero bytes", b"r: \x00", "not yaml"),
     config("python's own types", "seed: !!python/object/apply:os.system ['touch written']", "seed is a list"),
     config("python's names", "dtype: !!python/name:os.system", "not yaml .*tag"),
-    config("an unknown type", "r: !frob 4", "not yaml .*tag"),
-    config("an unknown flag", "rank: 4\n", "run.yaml:1: rank is unknown; did you mean r"),
-    config("a number as a name", "4: r\n", "run.yaml:1: 4 is unknown"),
     config("a value out of range", "r: 0\n", "run.yaml:1: r is 0; give a whole number"),
-    config("a list as a value", "r: [4]\n", "run.yaml.*r is"),
-    config("a date", "seed: 2026-01-01\n", "run.yaml:1: seed is '2026-01-01'"),
-    config("not a number", "learning_rate: .nan\n", "run.yaml:1: learning_rate is nan"),
-    config("infinity", "learning_rate: .inf\n", "run.yaml:1: learning_rate is inf"),
-    config("itself", "base_config: run.yaml\n", "run.yaml:1: base_config .* builds on this file"),
-    config("debug", "debug: true\n", "run.yaml:1: debug is unknown"),
-    config("another name for a flag twice", "r: 4\nr: 8\n", "run.yaml:2: r is there twice, first in line 1"),
-    config("a name for itself", "r: &a [*a]\n", "run.yaml"),
-    config("deep", "r: " + "[" * 5000, "run.yaml"),
-    config("two documents", "r: 4\n---\nr: 8\n", "run.yaml:2: not yaml .*another document"),
-    config("help", "help: true\n", "run.yaml:1: help is unknown"),
 ]
 
 
@@ -308,7 +237,7 @@ FOLDERS = [
         train(dataset="rows", output_dir="rows"),
         some_rows,
     ),
-    Case("output_dir is about the data", "is in eval_dataset", train(eval_dataset=".", output_dir="out")),
+    Case("output_dir is about the data", "is in dataset", train(eval_dataset=".", output_dir="out")),
     Case("output_dir steers a terminal", "cannot name a folder", train(output_dir="\x1b[31mout")),
     Case("png steers a terminal", "cannot name a folder", ["stats", "--png=a\nb/c.png"]),
     Case("output_dir has a zero byte", "output_dir", train(output_dir="a\0b")),

@@ -109,14 +109,15 @@ def _is_same_model(name: str, adapter: str) -> bool:
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
-def check_same_parts(
-    model: "PreTrainedModel", adapter: AdapterOptions, arguments: Mapping[str, Any]
-) -> Iterator[InputError]:
+def check_same_parts(model: "PreTrainedModel", adapter: AdapterOptions, arguments: Mapping[str, Any]) -> None:
     """Refuse options that name other parts of a model than the adapter has that the run begins with.
 
     Args:
         model: the base model, with or without weights.
         arguments: of `FastLanguageModel.get_peft_model`.
+
+    Raises:
+        InputError: names the option, and a module that only one of them trains.
     """
     folder = str(adapter.init_adapter)
     saved = saved_config(folder)
@@ -124,14 +125,14 @@ def check_same_parts(
     if adapter.target_modules is not None or layers is not None or excluded is not None:
         own = adapted_by_options(model, adapter.target_modules, excluded, layers)
         names = ("target_modules", "layers_to_transform", "train_modules", "freeze_modules")
-        yield from _difference(adapter, names, own, adapted_by(model, saved))
+        _refuse_difference(adapter, names, own, adapted_by(model, saved))
     whole = arguments.get("modules_to_save")
     if whole is not None:
         own, of_saved = (modules_meant(model, each) for each in (whole, saved.get("modules_to_save") or ()))
-        yield from _difference(adapter, ("modules_to_save", "train_modules"), own, of_saved)
+        _refuse_difference(adapter, ("modules_to_save", "train_modules"), own, of_saved)
     tokens, of_saved_tokens = arguments.get("trainable_token_indices"), saved.get("trainable_token_indices")
     if tokens is not None and tokens != of_saved_tokens:
-        yield InputError(
+        raise InputError(
             f"init_adapter {folder!r} has trainable_token_indices {written(of_saved_tokens)}, not {tokens}; "
             f"leave out --trainable_token_indices, or {_MERGE}"
         )
@@ -190,14 +191,12 @@ def modules_meant(model: "PreTrainedModel", names: Collection[str]) -> set[str]:
     return {path for path, _ in model.named_modules() if path.endswith(tuple(names))}
 
 
-def _difference(
-    adapter: AdapterOptions, names: Sequence[str], own: set[str], saved: set[str]
-) -> Iterator[InputError]:
+def _refuse_difference(adapter: AdapterOptions, names: Sequence[str], own: set[str], saved: set[str]) -> None:
     """Refuse the first module that the options `names` and the adapter do not both train."""
     given = [name for name in names if getattr(adapter, name) is not None] or names[:1]
     for path in sorted(own ^ saved)[:1]:
         says = "which the options leave out" if path in saved else "which the options name, is not among them"
-        yield InputError(
+        raise InputError(
             f"init_adapter {adapter.init_adapter!r} has other {names[0]}: {path}, {says}; leave out "
             f"{' and '.join(f'--{name}' for name in given)}, or {_MERGE}"
         )

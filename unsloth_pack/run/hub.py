@@ -27,10 +27,11 @@ def check_hub(repository: str) -> None:
     """Refuse to begin a run whose result could not be uploaded.
 
     Raises:
-        InputError: the process is offline, there is no token, or the hub cannot be reached.
+        InputError: the name is none, the process is offline, there is no token, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi, constants, get_token
 
+    check_repository(repository)
     if constants.HF_HUB_OFFLINE:
         raise _refused(repository, ", and HF_HUB_OFFLINE is set, so nothing can be uploaded")
     if get_token() is None:

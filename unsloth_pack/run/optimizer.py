@@ -69,7 +69,10 @@ def names_in_library(module: str, name: str) -> list[str]:
 
 def check_settings(training: TrainingOptions) -> Iterator[InputError]:
     """Refuse an optimizer that transformers does not know, and settings that it does not take."""
-    optim, optimizers = training.optim or "adamw_torch", names_in_library("training_args", "OptimizerNames")
+    optim, optimizers = (
+        "adamw_torch" if training.optim is None else training.optim,
+        names_in_library("training_args", "OptimizerNames"),
+    )
     if optim not in optimizers:
         yield InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}")
         return

@@ -118,8 +118,9 @@ def resolve(asked: TrainOptions) -> TrainOptions:
 
 def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
     """Fill in the default optimizer of a device, "cuda" or "cpu"."""
-    default = "adamw_torch_fused" if device_type == "cuda" else "adamw_torch"
-    return changed(options, {"optim": options.training.optim or default})
+    if options.training.optim is not None:
+        return options
+    return changed(options, {"optim": "adamw_torch_fused" if device_type == "cuda" else "adamw_torch"})
 
 
 def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:

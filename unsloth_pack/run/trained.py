@@ -42,16 +42,18 @@ def check_names_of_modules(adapter: AdapterOptions, held: ModelOptions, source: 
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     paths = parameter_paths(model)
-    for name in ("train_modules", "freeze_modules"):
-        yield from errors_of(check_matches, name, getattr(adapter, name) or (), paths)
+    patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
+    unmatched = [each for item in patterns.items() for each in errors_of(check_matches, *item, paths)]
+    yield from unmatched
     yield from _check_frozen(model, adapter)
-    if adapter.tuning == "full":
+    if adapter.tuning == "full" and not unmatched:
         train_only(model, adapter.train_modules, adapter.freeze_modules)
+    if adapter.tuning == "full":
         return
     arguments = adapter_arguments(model, adapter)
     further = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
     if adapter.init_adapter is not None and not adapter.merge_init_adapter:
-        yield from check_same_parts(model, adapter, arguments)
+        yield from errors_of(check_same_parts, model, adapter, arguments)
     saved = None if adapter.modules_to_save is None else [*adapter.modules_to_save]
     yield from errors_of(_check_targets, model, adapter, further)
     yield from errors_of(check_parts, model, adapter.bias, saved, further)
