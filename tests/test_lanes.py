@@ -1,6 +1,5 @@
 """Cases of a comparison are shared out among GPUs, those of one model to one of them."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -59,21 +58,3 @@ def test_what_logs_hold_is_not_run_again(run):
         *(("3b", "ours"), ("3b", "unsloth")),
         *(("8b", "ours"), ("8b", "trl"), ("pr", "ours"), ("pr", "trl")),
     ]
-
-
-@pytest.mark.nightly
-def test_cases_that_there_is_no_time_for_are_named(run, capsys):
-    code, results = run("--cases=pr,8b", "--minutes=0")
-    assert code == 1
-    assert not results
-    assert capsys.readouterr().out == "no time for 8b, pr; the same call goes on with them\n"
-
-
-@pytest.mark.nightly
-def test_logs_of_lanes_become_a_results_file(run, tmp_path):
-    run("--cases=8b,8b-auto,8b-gc")
-    out = tmp_path / "compare.json"
-    assert collect.main([*map(str, (tmp_path / "logs").glob("*.log")), f"--json={out}"]) == 0
-    found = json.loads(out.read_text())
-    assert [run["case"] for run in found["runs"]] == ["8b", "8b-gc", "8b-auto"]
-    assert found["beside"] == {"8b-auto": "8b-gc"}

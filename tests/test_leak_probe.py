@@ -101,14 +101,13 @@ def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, m
                 leak_probe.look_for_leaks(probed)
 
 
+LAYER = r"layer {} \(LlamaDecoderLayer\)"
+
+
 @pytest.mark.parametrize(("source", "victim"), [(0, 3), (3, 0), (1, 2)])
 @pytest.mark.parametrize(
     ("place", "where"),
-    [
-        ("layers.0", r"layer 0 \(LlamaDecoderLayer\)"),
-        ("layers.1", r"layer 1 \(LlamaDecoderLayer\)"),
-        ("norm", "a module after the layers"),
-    ],
+    [("layers.0", LAYER.format(0)), ("layers.1", LAYER.format(1)), ("norm", "a module after the layers")],
 )
 def test_the_first_layer_that_lets_one_through_is_named(place, where, source, victim):
     """The last token of a document is added to that of another, before or behind it."""

@@ -74,12 +74,17 @@ class Planted:
         return (open, ("ran", "w"))
 
 
+def save_pickled(folder, **more):
+    save_model(folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights | more, folder / "pytorch_model.bin")
+    return weights
+
+
 @pytest.mark.parametrize("flag", [{}, {"use_safetensors": False}], ids=str)
 def test_a_pickle_does_not_run(flag, folder):
-    save_model(folder / "model")
-    weights = load_file(folder / "model" / "model.safetensors")
-    (folder / "model" / "model.safetensors").unlink()
-    torch.save(weights | {"planted": Planted()}, folder / "model" / "pytorch_model.bin")
+    save_pickled(folder / "model", planted=Planted())
     with pytest.raises(InputError, match="cannot load" if flag else "only pickled weights"):
         FastLanguageModel.from_pretrained("model", max_seq_length=64, **flag)
     assert not (folder / "ran").exists()
@@ -88,10 +93,7 @@ def test_a_pickle_does_not_run(flag, folder):
 
 
 def test_pickled_weights_load_with_the_flag(folder):
-    save_model(folder / "model")
-    weights = load_file(folder / "model" / "model.safetensors")
-    (folder / "model" / "model.safetensors").unlink()
-    torch.save(weights, folder / "model" / "pytorch_model.bin")
+    weights = save_pickled(folder / "model")
     model, _ = FastLanguageModel.from_pretrained("model", max_seq_length=64, use_safetensors=False)
     assert torch.equal(model.model.norm.weight.cpu(), weights["model.norm.weight"])
 
@@ -105,36 +107,28 @@ def test_python_in_a_config_file_does_not_run(folder):
 # ---- where things are written
 
 
-def files_outside(folder, *allowed):
-    return [str(path) for path in folder.rglob("*") if path.relative_to(folder).parts[0] not in allowed]
-
-
-@pytest.mark.parametrize("name", ["../../up", "/tmp/absolute", "a/b", "..", "", "line\nbreak", ".hidden"])
+@pytest.mark.parametrize("name", ["../../up", "/tmp/absolute", "", "line\nbreak", ".hidden"])
 def test_a_chat_templates_name_is_no_path(name, folder, capsys):
     save_model(folder / "inner" / "model")
-    tokenizer = byte_tokenizer()
-    config = json.loads((folder / "inner" / "model" / "tokenizer_config.json").read_text())
-    templates = [{"name": "default", "template": tokenizer.chat_template}, {"name": name, "template": "x"}]
+    default = {"name": "default", "template": byte_tokenizer().chat_template}
     (folder / "inner" / "model" / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / "inner" / "model" / "tokenizer_config.json").write_text(
-        json.dumps(config | {"chat_template": templates})
-    )
+    templates = [default, {"name": name, "template": "x"}]
+    rewrite(folder / "inner" / "model" / "tokenizer_config.json", chat_template=templates)
     os.chdir(folder / "inner")
     assert train() == 2
     assert "a chat template is named" in capsys.readouterr().err
-    assert not files_outside(folder, "inner")
+    assert [path.name for path in folder.iterdir()] == ["inner"]
     assert not (folder / "inner" / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("model", "data"), [("..", "../rows.jsonl"), (".", "../x/../rows.jsonl"), ("../inner", "../rows.jsonl")]
+    ("model", "data"), [(".", "../rows.jsonl"), (".", "../x/../rows.jsonl"), ("../deep", "../rows.jsonl")]
 )
 def test_the_default_output_dir_is_below_outputs(model, data, folder):
     save_model(folder / "inner" / "deep")
     (folder / "inner" / "x").mkdir()
     os.chdir(folder / "inner" / "deep")
     (folder / "inner" / "rows.jsonl").write_text('{"text": "a b c"}\n' * 8)
-    model = {"..": ".", "../inner": "../deep"}.get(model, model)
     before = set(folder.rglob("*"))
     arguments = {"model_name": model, "dataset": data, "max_seq_length": 128, "max_steps": 1}
     assert main([f"--{name}={value}" for name, value in arguments.items()]) == 0
@@ -197,18 +191,16 @@ def test_a_socket_that_is_opened_is_noticed(folder):
     assert b"SOCKET" in done.stderr
 
 
+def files_with_secrets(folder):
+    return [str(path) for path in folder.rglob("*") if path.is_file() and MARK in path.read_bytes()]
+
+
 def test_secrets_are_written_nowhere(demo_run):
     done, folder = demo_run
     assert MARK not in done.stdout + done.stderr
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {
-        "README.md",
-        "metrics.jsonl",
-        "adapter_config.json",
-        "trainer_state.json",
-        "training_args.bin",
-    } <= {path.name for path in files}
-    assert [str(path) for path in files if MARK in path.read_bytes()] == []
+    names = {"README.md", "metrics.jsonl", "adapter_config.json", "trainer_state.json", "training_args.bin"}
+    assert names <= {path.name for path in folder.rglob("*")}
+    assert files_with_secrets(folder) == []
 
 
 def test_a_token_given_to_the_api_is_not_saved(folder):
@@ -218,7 +210,7 @@ def test_a_token_given_to_the_api_is_not_saved(folder):
     model = FastLanguageModel.get_peft_model(model, r=2)
     model.save_pretrained_merged("adapter", tokenizer, save_method="lora")
     model.save_pretrained_merged("merged", tokenizer)
-    assert [str(path) for path in folder.rglob("*") if path.is_file() and MARK in path.read_bytes()] == []
+    assert files_with_secrets(folder) == []
     assert token not in repr(model.config) + repr(tokenizer)
 
 

@@ -192,21 +192,6 @@ def test_doctor_on_versions(fine, monkeypatch, capsys):
     assert "not fine: 2" in capsys.readouterr().out
 
 
-def test_doctor_on_a_combination_that_breaks(fine, monkeypatch, capsys):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    elsewhere = "cpu" if device == "cuda" else "cuda"
-    breakages = (
-        Breakage({"torch": ">=2", "trl": ">=1"}, device, "it breaks", "do this"),
-        Breakage({"torch": ">=2", "peft": "<0.1"}, None, "it broke long ago", "no"),
-        Breakage({"torch": ">=2", "no-such": ">=1"}, None, "it is not installed", "no"),
-        Breakage({"torch": ">=2"}, elsewhere, "it breaks elsewhere", "no"),
-    )
-    monkeypatch.setattr("unsloth_pack.cli.doctor.BREAKAGES", breakages)
-    code, lines = doctor(capsys)
-    assert code == 1
-    assert [line for line in lines.values() if line[1]] == [("it breaks", "do this")]
-
-
 def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no kernel image")
@@ -224,10 +209,21 @@ def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
     assert "no kernel image" in lines["float32, 64: auto"][0]
 
 
-def test_known_breakages_name_releases_that_pip_understands():
+def test_doctor_on_a_combination_that_breaks(fine, monkeypatch, capsys):
     for known in BREAKAGES:
         assert all(SpecifierSet(versions) for versions in known.releases.values())
         assert set(known.releases) <= {*TESTED, *OPTIONAL}
+    device, elsewhere = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    breakages = (
+        Breakage({"torch": ">=2", "trl": ">=1"}, device, "it breaks", "do this"),
+        Breakage({"torch": ">=2", "peft": "<0.1"}, None, "it broke long ago", "no"),
+        Breakage({"torch": ">=2", "no-such": ">=1"}, None, "it is not installed", "no"),
+        Breakage({"torch": ">=2"}, elsewhere, "it breaks elsewhere", "no"),
+    )
+    monkeypatch.setattr("unsloth_pack.cli.doctor.BREAKAGES", breakages)
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert [line for line in lines.values() if line[1]] == [("it breaks", "do this")]
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

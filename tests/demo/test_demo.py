@@ -30,61 +30,28 @@ def test_bundled_data_is_what_the_script_writes(tmp_path):
 
 
 def test_heldout_prompts_are_in_no_training_set():
+    """Nor does the base model know a command of the fine-tune."""
     train = [user_text(row) for row in read(TRAIN_FILE)]
     heldout = [user_text(row) for row in read(HELDOUT_FILE)]
     assert len(train) == len(set(train)) >= 1000
     assert len(heldout) == len(set(heldout)) >= 100
     assert not set(train) & set(heldout)
 
-    base_heldout = {user_text(row) for row in read(BASE_HELDOUT_FILE)}
-    assert not base_heldout & {user_text(row) for row in base_training_rows(5_000)}
-
-
-def test_base_text_names_no_command_of_the_finetune():
+    base = [*base_training_rows(5_000)]
+    assert not {user_text(row) for row in read(BASE_HELDOUT_FILE)} & {user_text(row) for row in base}
     commands = {row["instruction"].split()[0] for row in read(TRAIN_FILE)}
-    text = "\n".join(f"{user_text(row)}\n{row['output']}" for row in base_training_rows(5_000))
+    text = "\n".join(f"{user_text(row)}\n{row['output']}" for row in base)
     assert len(commands) == 8
     assert not [command for command in commands if command.lower() in text.lower()]
 
 
-def test_training_rows_have_a_long_tail_and_fit_a_pack(tokenizer):
+def test_training_rows_have_a_long_tail_and_answers_are_marked(tokenizer):
     lengths = np.array([len(ids) for ids, _ in encode(tokenizer, read(TRAIN_FILE))])
     median, tail, longest = np.quantile(lengths, [0.5, 0.99, 1])
     assert 30 <= median <= 50
     assert tail >= 4 * median
     assert 300 <= longest <= DEMO_DEFAULTS["max_seq_length"]
     assert np.log(lengths).std() >= 0.5
-
-
-def test_model_is_small_and_carries_no_path():
-    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 6_000_000
-    config = json.loads((MODEL_DIR / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    assert "_name_or_path" not in config
-    for path in [*MODEL_DIR.glob("*.json"), *DATA_DIR.iterdir()]:
-        assert path.stat().st_size < 1_000_000
-
-
-def test_base_model_answers_what_it_was_trained_on(model, tokenizer):
-    assert exact_match(model, tokenizer, read(BASE_HELDOUT_FILE)).score >= 0.95
-
-
-def test_base_model_cannot_answer_the_finetuning_tasks(model, tokenizer):
-    result = exact_match(model, tokenizer, read(HELDOUT_FILE))
-    assert result.score <= 0.10
-    assert np.mean([bool(generation.answer) for generation in result.generations]) >= 0.9
-
-
-def test_exact_match_keeps_the_order_of_rows_and_is_the_same_in_any_batch(model, tokenizer):
-    rows = read(BASE_HELDOUT_FILE)[:12]
-    together = exact_match(model, tokenizer, rows, batch_size=12)
-    alone = [exact_match(model, tokenizer, [row]).generations[0] for row in rows]
-    assert together.generations == alone
-    assert len({generation.answer for generation in alone}) > 1
-    assert [generation.expected for generation in together.generations] == [row["output"] for row in rows]
-
-
-def test_prompt_tokens_are_a_prefix_and_generation_marks_cover_the_answer(tokenizer):
     for row in read(TRAIN_FILE)[:50]:
         conversation = messages(row)
         prompt = tokenizer.apply_chat_template(
@@ -99,3 +66,29 @@ def test_prompt_tokens_are_a_prefix_and_generation_marks_cover_the_answer(tokeni
         assert marks == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
         assert ids[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(ids[len(prompt) : -1]).strip() == row["output"]
+
+
+def test_model_is_small_and_carries_no_path():
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 6_000_000
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "_name_or_path" not in config
+    for path in [*MODEL_DIR.glob("*.json"), *DATA_DIR.iterdir()]:
+        assert path.stat().st_size < 1_000_000
+
+
+def test_base_model_answers_what_it_was_trained_on(model, tokenizer):
+    """And nothing of the fine-tune."""
+    assert exact_match(model, tokenizer, read(BASE_HELDOUT_FILE)).score >= 0.95
+    result = exact_match(model, tokenizer, read(HELDOUT_FILE))
+    assert result.score <= 0.10
+    assert np.mean([bool(generation.answer) for generation in result.generations]) >= 0.9
+
+
+def test_exact_match_keeps_the_order_of_rows_and_is_the_same_in_any_batch(model, tokenizer):
+    rows = read(BASE_HELDOUT_FILE)[:12]
+    together = exact_match(model, tokenizer, rows, batch_size=12)
+    alone = [exact_match(model, tokenizer, [row]).generations[0] for row in rows]
+    assert together.generations == alone
+    assert len({generation.answer for generation in alone}) > 1
+    assert [generation.expected for generation in together.generations] == [row["output"] for row in rows]

@@ -47,6 +47,8 @@ def test_no_picture_is_in_two_splits(splits):
 
 
 def test_boxes_are_where_the_pixels_are():
+    assert len({scene.size for scene in SCENES}) == 4
+    assert {len(scene.shapes) for scene in SCENES} == {1, 2, 3}
     for scene in SCENES:
         whole = np.asarray(scene.draw())
         assert whole.shape == (*scene.size[::-1], 3)
@@ -77,8 +79,3 @@ def test_captions_name_each_shape_at_its_place():
             middle = ((top + bottom) / 2 / scene.size[1], (left + right) / 2 / scene.size[0])
             assert down == ("top", "middle", "bottom")[int(3 * middle[0])]
             assert across == ("left", "center", "right")[int(3 * middle[1])]
-
-
-def test_pictures_differ_in_size_and_number_of_shapes():
-    assert len({scene.size for scene in SCENES}) == 4
-    assert {len(scene.shapes) for scene in SCENES} == {1, 2, 3}
