@@ -40,23 +40,14 @@ _OF_KERNEL = (
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The mean of the profiled steps.
+    """The mean of the profiled steps."""
 
-    Args:
-        ms: milliseconds by category, all of `CATEGORIES`.
-        busy_ms: milliseconds with any activity; less than the sum of `ms` if kernels overlap.
-    """
-
-    ms: dict[str, float]
-    busy_ms: float
+    ms: dict[str, float]  # milliseconds by category, all of `CATEGORIES`
+    busy_ms: float  # with any activity; less than the sum of `ms` if kernels overlap
 
 
 def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
-    """Sort the time of the profiled steps into categories.
-
-    Args:
-        events: of a stopped `torch.profiler.profile`.
-    """
+    """Sort the time of the profiled steps into categories; `events` are of a stopped profile."""
     times: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []
     for event in events:
@@ -76,9 +67,7 @@ def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
 
 def kernel_category(name: str) -> str:
     """Return the category of a GPU kernel."""
-    if name in _FUSED:
-        return "fused kernels"
-    return _first_match(_OF_KERNEL, [name]) or "other"
+    return "fused kernels" if name in _FUSED else _first_match(_OF_KERNEL, [name]) or "other"
 
 
 def _callers(event: Any) -> list[str]:
@@ -96,7 +85,7 @@ def _first_match(rules: Sequence[tuple[str, re.Pattern[str]]], names: Sequence[s
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Measure the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

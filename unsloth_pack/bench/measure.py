@@ -223,13 +223,13 @@ class _Watch(TrainerCallback):
         self.tokens = self.slots = 0
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         if state.global_step == 0:
             self._start = _now()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         step = state.global_step
         if step == 1:

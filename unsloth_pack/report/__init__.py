@@ -1,1 +1,1 @@
-"""What a run reports: how full its rows are, its metrics file, its plots, its tables and its progress."""
+"""The report of a run: its metrics file, tables, plots and page, and its progress on screen."""

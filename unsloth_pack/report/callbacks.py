@@ -1,4 +1,4 @@
-"""What listens to the trainer: the metrics file, the progress on screen, and the signals that stop a run."""
+"""Callbacks of the trainer: the metrics file, the progress on screen, and the signals that stop a run."""
 
 import signal
 import time

@@ -349,7 +349,7 @@ def _note(text: str) -> str:
     return f'<p class="note">{_text(text)}</p>'
 
 
-def _table(values: Mapping[str, Any]) -> str:
+def _table(values: Mapping[str, object]) -> str:
     rows = [f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in values.items()]
     return f"<table>{''.join(rows)}</table>"
 

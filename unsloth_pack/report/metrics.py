@@ -16,7 +16,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class MetricsFile:
         self.enabled = enabled
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, **values: object) -> None:
         """Append a line."""
         if not self.enabled:
             return
@@ -55,12 +55,12 @@ class MetricsFile:
         if self.enabled:
             self._replace(line for line in read_lines(self.path.parent) if _belongs(line, step))
 
-    def _replace(self, lines: Iterable[dict[str, Any]]) -> None:
+    def _replace(self, lines: Iterable[Mapping[str, object]]) -> None:
         with write_file(self.path) as file:
             file.writelines(_encoded(line).encode() for line in lines)
 
 
-def line_of(kind: str, **values: Any) -> dict[str, Any]:
+def line_of(kind: str, **values: object) -> dict[str, Any]:
     """Make a line of a metrics file. Numbers that are not finite, which JSON lacks, are null."""
     return {"kind": kind, **_finite(values)}
 
@@ -125,17 +125,17 @@ def peak_memory() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory"
 
 
-def _belongs(line: dict[str, Any], step: int) -> bool:
+def _belongs(line: Mapping[str, Any], step: int) -> bool:
     return line["kind"] in ("config", "data") or (
         line["kind"] in ("log", "nonfinite") and line["step"] <= step
     )
 
 
-def _encoded(line: dict[str, Any]) -> str:
+def _encoded(line: Mapping[str, object]) -> str:
     return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What commands print: consoles, the fill of rows, the banner, tables of packs and answers, the summary."""
+"""Consoles of the commands, the fill of rows, and the tables that a run and `pack` print."""
 
 from __future__ import annotations
 

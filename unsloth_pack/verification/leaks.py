@@ -205,7 +205,7 @@ def check_reach(subject: Subject, documents: Sequence[Tensor]) -> Check:
     return Check.of(name, 0.0, 0.0, detail)
 
 
-def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Tensor]) -> Tensor:
+def _reach(subject: Subject, forward: Callable[[], object], documents: Sequence[Tensor]) -> Tensor:
     """Return `[layers, T]` bool: the inputs of each layer that the documents' last tokens attend to in it."""
     inputs: list[Tensor] = []
 

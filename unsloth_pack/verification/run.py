@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.layers.leak_probe import greatest_by_document, random_documents, side_effect_free_pass
@@ -23,14 +24,14 @@ _DEFAULT_ROW = 8192
 @torch.enable_grad()  # in any mode of the caller
 def verify(
     model: Any,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     documents: Sequence[str | Sequence[int]] | None = None,
     describe: Description | Describe | None = None,
     collate: agreement.Collate | None = None,
     max_seq_length: int | None = None,
     seed: int = 3407,
-    progress: Callable[[str], Any] = lambda step: None,
+    progress: Callable[[str], object] = lambda step: None,
 ) -> VerifyReport:
     """Verify on this very model that documents of a packed row do not mix and equal the documents alone.
 
@@ -135,7 +136,10 @@ def _choose_lengths(subject: Subject, room: int) -> list[int]:
 
 
 def _encode(
-    documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int, subject: Subject
+    documents: Sequence[str | Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int,
+    subject: Subject,
 ) -> list[Tensor]:
     encoded = []
     for document in [documents] if isinstance(documents, str) else documents:

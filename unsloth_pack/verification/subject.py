@@ -47,19 +47,12 @@ _SPECIAL_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vi
 
 @dataclass(frozen=True)
 class Gradients:
-    """The loss of one document and its gradients.
+    """The loss of one document and its gradients."""
 
-    Args:
-        loss: in nats a token.
-        logits: `[L, V]` of the document.
-        embeddings: gradients of all input embeddings, `[rows, T, C]`.
-        trained: gradients of the trained parameters, by name.
-    """
-
-    loss: float
-    logits: Tensor
-    embeddings: Tensor
-    trained: dict[str, Tensor]
+    loss: float  # in nats a token
+    logits: Tensor  # `[L, V]`
+    embeddings: Tensor  # gradients of all input embeddings, `[rows, T, C]`
+    trained: dict[str, Tensor]  # gradients of the trained parameters, by name
 
 
 class Subject(ProbeSubject):
@@ -116,11 +109,7 @@ class Subject(ProbeSubject):
         return ids.masked_fill(ids == self.image_token, (self.image_token + 1) % self.vocab_size)
 
     def described(self, lengths: list[int], axes: Tensor | None = None) -> dict[str, Any]:
-        """Return the arguments of a call beside the ids.
-
-        Args:
-            axes: `[3, 1, T]`, positions in time, height and width. None: those of text.
-        """
+        """Return the arguments of a call beside the ids; `axes` `[3, 1, T]` are those of text by default."""
         described: Mapping[str, Any]
         match self.description:
             case "packed_seq_lengths":
@@ -229,17 +218,11 @@ class Subject(ProbeSubject):
 
 @dataclass(frozen=True)
 class Pictured:
-    """A document with images.
+    """A document with images."""
 
-    Args:
-        ids: `[L]` int64, a placeholder for each token of an image.
-        pixels: float32; entries of `pixel_values` in the first dimension: patches, tiles or images.
-        described: further arguments of a call, one entry for each image.
-    """
-
-    ids: Tensor
-    pixels: Tensor
-    described: Mapping[str, Sequence[Any]]
+    ids: Tensor  # `[L]` int64, a placeholder for each token of an image
+    pixels: Tensor  # float32; entries of `pixel_values` in the first dimension: patches, tiles or images
+    described: Mapping[str, Sequence[Any]]  # further arguments of a call, one entry for each image
 
     def negative(self) -> "Pictured | None":
         """Invert the images; None if it has none."""
@@ -318,11 +301,7 @@ class ImageSubject:
         return before + 1, after
 
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the logits `[L, V]` of every document in one row.
-
-        Raises:
-            InputError: the model does not accept the description of the row.
-        """
+        """Return the logits `[L, V]` of every document in one row."""
         lengths = [len(document.ids) for document in documents]
         if self.spec.grid is None:
             described = self.subject.described(lengths)
