@@ -12,7 +12,6 @@ import pytest
 from tables import table
 
 from unsloth_pack.data import load_rows
-from unsloth_pack.data.sources import open_stream
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
@@ -285,15 +284,6 @@ def test_a_folder_of_compressed_files(tmp_path):
     assert list(load_rows(str(tmp_path), "test")) == ROWS[:1]
     write(tmp_path / "s2.jsonl.zip", b"PK")
     assert "s2.jsonl.zip: files in .zip are not read, only in .gz, .zst, .xz, .bz2" in error_of(tmp_path)
-
-
-@pytest.mark.parametrize("open_rows", [load_rows, open_stream])
-@pytest.mark.parametrize("others", ["", ".xz"])
-def test_rows_that_may_be_in_a_folder_twice(others, open_rows, tmp_path):
-    for suffix in (others, ".gz"):
-        write(tmp_path / f"a.jsonl{suffix}", jsonl(ROWS))
-    with pytest.raises(InputError, match=r"may hold the same rows; move one of them elsewhere"):
-        open_rows(str(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.bz2"])

@@ -21,36 +21,22 @@ Around = tuple[str, str]  # the text before and after a turn
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A format of conversations as text, as its maker documents it. `{bos}` and `{end}` stand for tokens.
+    """A format of conversations as text, as its maker documents it. `{bos}` and `{end}` stand for tokens."""
 
-    Args:
-        user: around the text of a question.
-        answer: before an answer. Its last space belongs to the answer.
-        instruction_part, response_part: the markers of questions and answers for `train_on_responses_only`.
-        system: around the system's text.
-        is_within_user: True if the system's text is inside the first question.
-        end: the token at the end of an answer; None for the tokenizer's end-of-sequence token.
-        before_end: between an answer and `end`.
-        after_answer: after `end`, without loss.
-        default_system: the default system text; None for no system turn.
-        begin: before everything.
-        trims: True to strip white space around the text of a turn.
-        thinking: "hybrid" for a model that may think aloud, whose earlier answers lose their thoughts;
-            "always" if every answer begins with "<think>".
-    """
-
-    user: Around
-    answer: str
-    instruction_part: str
-    response_part: str
-    system: Around
-    is_within_user: bool = False
-    end: str | None = None
-    before_end: str = ""
-    after_answer: str = ""
-    default_system: str | None = None
-    begin: str = "{bos}"
-    trims: bool = False
+    user: Around  # around the text of a question
+    answer: str  # before an answer. Its last space belongs to the answer
+    instruction_part: str  # the marker of questions for `train_on_responses_only`
+    response_part: str  # and that of answers
+    system: Around  # around the system's text
+    is_within_user: bool = False  # the system's text is inside the first question
+    end: str | None = None  # at the end of an answer; None for the tokenizer's end-of-sequence token
+    before_end: str = ""  # between an answer and `end`
+    after_answer: str = ""  # after `end`, without loss
+    default_system: str | None = None  # the default system text; None for no system turn
+    begin: str = "{bos}"  # before everything
+    trims: bool = False  # strip white space around the text of a turn
+    # "hybrid" for a model that may think aloud, whose earlier answers lose their thoughts; "always" if every
+    # answer begins with "<think>"
     thinking: str | None = None
 
 

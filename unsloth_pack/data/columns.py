@@ -51,18 +51,8 @@ def renamed(rows: datasets.Dataset, columns: ColumnMapping, *, may_lack: bool = 
 
     Args:
         may_lack: whether a column may be missing, as in a part of a stream whose rows do not have it.
-
-    Raises:
-        InputError: a mapped column does not exist, or another one has the new name already.
     """
     names = rows.column_names
-    check_renaming(names, columns, may_lack=may_lack)
-    rows = rows.remove_columns([name for name, to in columns.items() if name in names and to is None])
-    return rows.rename_columns(_new_names(names, columns))
-
-
-def check_renaming(names: Sequence[str], columns: ColumnMapping, *, may_lack: bool = False) -> None:
-    """Refuse a mapping that does not fit columns of these names, see `renamed`."""
     missing = [name for name in columns if name not in names]
     if missing and not may_lack:
         raise InputError(
@@ -73,16 +63,15 @@ def check_renaming(names: Sequence[str], columns: ColumnMapping, *, may_lack: bo
         raise InputError(
             f"columns leaves out every column ({', '.join(names)}), so that nothing is left; keep one"
         )
-    for name, to in _new_names(names, columns).items():
+    new = {name: to for name, to in columns.items() if name in names and to is not None and to != name}
+    for name, to in new.items():
         if to in names and to not in columns:
             raise InputError(
                 f"columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave that out with "
                 f"{write_mapping({to: None, **columns})}"
             )
-
-
-def _new_names(names: Sequence[str], columns: ColumnMapping) -> dict[str, str]:
-    return {name: to for name, to in columns.items() if name in names and to is not None and to != name}
+    rows = rows.remove_columns([name for name, to in columns.items() if name in names and to is None])
+    return rows.rename_columns(new)
 
 
 def check_used(columns: ColumnMapping, unused: Sequence[str], *, are_shared: bool = False) -> None:
@@ -184,18 +173,12 @@ _OTHER_DATA = {
 
 @dataclass(frozen=True)
 class _Acting:
-    """A column that acts in another tool.
+    """A column that acts in another tool."""
 
-    Args:
-        is_harmless: whether this value would change nothing.
-        problem, remedy: of any other value. It may always be left out.
-        to: the name under which the column could act.
-    """
-
-    is_harmless: Callable[[Any], bool]
-    problem: str
-    remedy: str = ""
-    to: str | None = None
+    is_harmless: Callable[[Any], bool]  # whether a value would change nothing
+    problem: str  # of any other value
+    remedy: str = ""  # the column may always be left out
+    to: str | None = None  # the name under which it could act
 
 
 def _is_none(value: object) -> bool:

@@ -37,31 +37,21 @@ Parts = tuple[Ids, np.ndarray, Ids | None, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The documents of a batch, one after another.
+    """The documents of a batch, one after another."""
 
-    Args:
-        ids, labels: `[tokens]` int32.
-        read: `[rows]`: tokens of each row before it was cut.
-        kept: `[rows]`: tokens of each row in `ids`.
-        masked: `[rows]`: how many of these carry no loss.
-        counted: `[rows]`: how many count in the loss, as they do and are not the first of their document.
-        rerendered: `[rows]`: whether the row does not begin with the tokens of its prompt alone.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-    read: np.ndarray
-    kept: np.ndarray
-    masked: np.ndarray
-    counted: np.ndarray
-    rerendered: np.ndarray
+    ids: np.ndarray  # `[tokens]` int32
+    labels: np.ndarray  # `[tokens]` int32
+    read: np.ndarray  # `[rows]`: tokens of each row before it was cut
+    kept: np.ndarray  # `[rows]`: tokens of each row in `ids`
+    masked: np.ndarray  # `[rows]`: how many of these carry no loss
+    counted: np.ndarray  # `[rows]`: how many carry loss and are not the first of their document
+    rerendered: np.ndarray  # `[rows]`: whether the row does not begin with the tokens of its prompt alone
 
 
 class Encoder:
     """Encodes batches of rows. It knows no data set, so that processes can share one out.
 
     Args:
-        tokenizer: with an end-of-sequence token, if the rows are no conversations.
         columns: TRL's, as `to_trl` gives them.
         is_chat: whether they hold conversations.
         max_length: tokens at which a row is cut.

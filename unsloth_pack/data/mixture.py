@@ -42,23 +42,14 @@ _HASH_BYTES = 16
 
 @dataclass(frozen=True)
 class Part:
-    """What one data set is to a run.
-
-    Args:
-        name: of the data set.
-        weight: in the mixture.
-        unused_columns: columns that nothing is made of.
-        documents: that it has, without those in which no label counts; None where it streams.
-        held_out: those of them that are evaluated on.
-        trained_documents, trained_tokens: in a pass over the mixture, repeats included.
-    """
+    """What one data set is to a run."""
 
     name: str
     weight: float
-    unused_columns: tuple[str, ...]
-    documents: int | None = None
-    held_out: int = 0
-    trained_documents: int = 0
+    unused_columns: tuple[str, ...]  # that nothing is made of
+    documents: int | None = None  # without those in which no label counts; None where it streams
+    held_out: int = 0  # documents that are evaluated on
+    trained_documents: int = 0  # in a pass over the mixture, repeats included
     trained_tokens: int = 0
 
 
@@ -96,9 +87,6 @@ def mix(
         seed: of what is drawn, and of what is held out.
         eval_fraction: the share of all documents that is held out.
         most: documents of the pass, its first ones; None for all.
-
-    Raises:
-        InputError: a data set has no document left to train on, or nothing can be held out.
     """
     import datasets
 
@@ -323,17 +311,11 @@ _ROUND = 1000  # rows that are drawn together
 
 @dataclass(frozen=True)
 class _Stand:
-    """Where one source of a mixture stands.
+    """Where one source of a mixture stands."""
 
-    Args:
-        place: the begin of a block of it.
-        passed: rows after that place that are done.
-        turns: how often it has been read to its end.
-    """
-
-    place: Place = field(default_factory=Place)
-    passed: int = 0
-    turns: int = 0
+    place: Place = field(default_factory=Place)  # the begin of a block of it
+    passed: int = 0  # rows after that place that are done
+    turns: int = 0  # how often it has been read to its end
 
     @classmethod
     def of_json(cls, stand: dict[str, Any]) -> _Stand:

@@ -6,17 +6,17 @@ import glob
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.data.columns import check_renaming, renamed
+from unsloth_pack.data.columns import renamed
 from unsloth_pack.data.files import SUFFIXES, kind_of, read_files
 from unsloth_pack.data.rows import ColumnMapping, telling_names
-from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource, first_columns
+from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource
 from unsloth_pack.data.text_files import COMPRESSED, plain_name
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError, about, first_line
@@ -204,8 +204,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _check_files(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder whose archives or images would not be read, or whose rows may be there twice."""
-    by_name: dict[Path, Path] = {}
+    """Refuse a folder whose archives or images would not be read."""
     for file in files:
         *_, inner, last = ("", "", *(suffix.lower() for suffix in file.suffixes))
         if inner in SUFFIXES and last in _UNREAD:
@@ -213,13 +212,6 @@ def _check_files(folder: Path, files: list[Path]) -> None:
                 f"{file}: files in {last} are not read, only in {', '.join(COMPRESSED)}; unpack it, or move "
                 "it elsewhere"
             )
-        name = plain_name(file)
-        if name in by_name and name.suffix.lower() in SUFFIXES:
-            raise InputError(
-                f"{file}: has the name of {by_name[name].name} but for a compression, and may hold the same "
-                "rows; move one of them elsewhere"
-            )
-        by_name[name] = file
     captions = [file for file in files if file.stem == "metadata" and file.suffix.lower() in SUFFIXES]
     media = [file for file in files if file.suffix.lower() in _MEDIA]
     if captions and media:
@@ -346,25 +338,15 @@ class ChosenRows:
 
 @dataclass(frozen=True)
 class DataSet:
-    """One of the data sets of a run: its place, the part to take, and the meaning of its columns.
+    """One of the data sets of a run: its place, the part to take, and the meaning of its columns."""
 
-    Args:
-        path: as for `load_rows`.
-        weight: of its documents in a mixture, see `mixture`.
-        split: which part of a folder or a hub data set; None for the usual one.
-        limit: its first rows alone; None for all.
-        columns: what its columns are called here; None for those that are left out.
-        shares_columns: whether other data sets have the same `columns`, of which each uses those that it has.
-        option: the option that names it, for errors: `eval_dataset`, or `dataset.1` for the second of a list.
-    """
-
-    path: str
-    weight: float = 1.0
-    split: str | None = None
-    limit: int | None = None
-    columns: Mapping[str, str | None] = field(default_factory=dict)
-    shares_columns: bool = False
-    option: str = ""
+    path: str  # as for `load_rows`
+    weight: float = 1.0  # of its documents in a mixture, see `mixture`
+    split: str | None = None  # which part of a folder or a hub data set; None for the usual one
+    limit: int | None = None  # its first rows alone; None for all
+    columns: ColumnMapping = field(default_factory=dict)  # what its columns are called here, see `renamed`
+    shares_columns: bool = False  # whether other data sets have the same `columns`, and use what fits them
+    option: str = ""  # that names it, for errors: `eval_dataset`, or `dataset.1` for the second of a list
 
     @property
     def name(self) -> str:
@@ -384,8 +366,11 @@ class DataSet:
 
     def chosen(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Of the rows that were read those that are taken, under the column names that it gives them."""
-        with self._named(), telling_names(self.columns, are_shared=self.shares_columns):
-            rows = renamed(rows, self.columns)
+        try:
+            with telling_names(self.columns, are_shared=self.shares_columns):
+                rows = renamed(rows, self.columns)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}", about=self.option) from None
         return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
 
     def check_there(self, is_stream: bool = False) -> None:
@@ -397,18 +382,14 @@ class DataSet:
     def check(self, is_stream: bool = False) -> None:
         """Refuse what the first rows tell: as `check_there`, and a column that is not among theirs."""
         self.check_there(is_stream)
-        if self.columns and not self.shares_columns and (names := self._first_columns()):
-            with self._named():
-                check_renaming(names, self.columns)
-
-    def _first_columns(self) -> list[str]:
-        """The columns of the first rows; none where these lie elsewhere, or cannot be read for themselves."""
-        if not os.path.exists(os.path.expanduser(self.path)):
-            return []
-        try:
-            return first_columns(self.open())
-        except (InputError, OSError):
-            return []
+        if self.columns and not self.shares_columns and os.path.exists(os.path.expanduser(self.path)):
+            rows = None
+            with suppress(InputError, OSError):  # what cannot be read is refused when all of it is read
+                rows = next(
+                    (block.read(range(block.n_rows)) for block in self.open().one_pass(Place())), None
+                )
+            if rows is not None:
+                self.chosen(rows)
 
     def open(self) -> RowSource:
         """Its rows under their own column names, to be read as they are needed."""
@@ -433,11 +414,3 @@ class DataSet:
             raise InputError(
                 f"{self.path}: split is {self.split!r}, and it has no splits; leave it out or give the folder"
             )
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors inside this context name the data set."""
-        try:
-            yield
-        except InputError as error:
-            raise InputError(f"{self.name}: {error}", about=self.option) from None

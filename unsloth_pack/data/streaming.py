@@ -50,23 +50,14 @@ _FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blo
 
 @dataclass(frozen=True)
 class Place:
-    """Between which rows of a stream one stands. JSON can hold it.
+    """A place between two rows of a stream. JSON can hold it."""
 
-    Args:
-        turn: passes over the data that are complete.
-        seen: rows of this pass that are done.
-        file: in which it is; empty at the begin of a pass, and in a hub data set.
-        at: bytes of the file's lines, or rows of it, that are done.
-        row: rows of the file, or of the hub data set, that are done.
-        state: what a hub data set says of its own place.
-    """
-
-    turn: int = 0
-    seen: int = 0
-    file: str = ""
-    at: int = 0
-    row: int = 0
-    state: dict[str, Any] | None = None
+    turn: int = 0  # passes over the data that are complete
+    seen: int = 0  # rows of this pass that are done
+    file: str = ""  # in which it is; empty at the begin of a pass, and in a hub data set
+    at: int = 0  # bytes of the file's lines, or rows of it, that are done
+    row: int = 0  # rows of the file, or of the hub data set, that are done
+    state: dict[str, Any] | None = None  # what a hub data set, or a mixture, says of its own place
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,49 +65,28 @@ class Place:
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Some rows that follow one another.
+    """Some rows that follow one another."""
 
-    Args:
-        name: of the file or the data set, for errors.
-        n_rows: how many they are.
-        read: gives those of a range of indices; raises InputError for what cannot be read.
-        begin, end: the places before and after them.
-        ends_pass: whether the pass over the data is complete; then the block has no rows.
-        part: the number of the source that it comes from, where several are mixed.
-        columns: the mapping by which the columns of the rows are renamed.
-        option: that names the data set, for errors.
-    """
-
-    name: str
+    name: str  # of the file or the data set, for errors
     n_rows: int
-    read: Callable[[range], datasets.Dataset]
+    read: Callable[[range], datasets.Dataset]  # the rows of a range of indices
     begin: Place
     end: Place
-    ends_pass: bool = False
-    part: int = 0
-    columns: ColumnMapping = field(default_factory=dict)
-    option: str = ""
+    ends_pass: bool = False  # whether the pass over the data is complete; then the block has no rows
+    part: int = 0  # the number of the source that it comes from, where several are mixed
+    columns: ColumnMapping = field(default_factory=dict)  # by which the columns of the rows are renamed
+    option: str = ""  # that names the data set, for errors
 
 
 class RowSource(Protocol):
-    """Where a stream's rows come from.
+    """Where a stream's rows come from."""
 
-    Attributes:
-        name: for errors.
-        option: that names it, for errors; empty where none does.
-        parts: the sources that are mixed in it; itself, where none are.
-    """
-
-    name: str
-    option: str
-    parts: tuple[RowSource, ...]
+    name: str  # for errors
+    option: str  # that names it, for errors; empty where none does
+    parts: tuple[RowSource, ...]  # the sources that are mixed in it; itself, where none are
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
-        """The blocks from a place to the end of the data.
-
-        Raises:
-            InputError: the data has changed since the place was noted, or cannot be read.
-        """
+        """The blocks from a place to the end of the data."""
 
 
 def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
@@ -259,18 +229,11 @@ def _of_table(
 
 @dataclass(frozen=True, eq=False)
 class DocumentBlock:
-    """Documents that follow one another in a stream, without those in which no label counts.
+    """Documents that follow one another in a stream, without those in which no label counts."""
 
-    Args:
-        table: `input_ids` and `labels`, and the images of each where the stream has some.
-        tally: counts of the rows that they were made of.
-        end: the place after these rows.
-        ends_pass: whether the pass over the data is complete.
-    """
-
-    table: pa.Table
-    tally: SpanCounts
-    end: Place
+    table: pa.Table  # `input_ids` and `labels`, and the images of each where the stream has some
+    tally: SpanCounts  # of the rows that they were made of
+    end: Place  # after these rows
     ends_pass: bool
 
     def documents(self) -> Iterator[dict[str, Any]]:
@@ -318,16 +281,14 @@ class DocumentStream:
 
     Args:
         vocab_size: token ids are below it.
-        max_length, responses_only, chat_template: as for `documents_of`.
         images: makes documents of rows with images; None where no row has any.
         check_text: refuses documents of rows without images, of which one is called as its second argument
             says.
         have_images: whether rows may have images, where the first rows have none and the model takes some.
 
     Attributes:
-        first_ledger: the ledger of the first rows, of one block at least of each part.
-        fingerprint: of the documents made of them, see `rows_hash`.
-        unused_columns: of each part, the columns that nothing is made of, as its first rows have them.
+        first_ledger, fingerprint: of the first rows, of one block at least of each part.
+        unused_columns: of each part, as its first rows have them.
     """
 
     def __init__(

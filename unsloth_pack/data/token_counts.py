@@ -144,18 +144,12 @@ OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_br
 
 @dataclass
 class SpanCounts:
-    """Counts of the rows of some batches; `+=` adds those of others.
+    """Counts of the rows of some batches; `+=` adds those of others."""
 
-    Args:
-        sums: the fields of a `TokenLedger` that are sums over the rows, by name; `FILES`; and of each data
-            set of a mixture, what `of_part` has added.
-        lengths: how many rows had so many tokens when they were read.
-        least_id, last_id: the smallest and the largest token id; 0 and -1 where there is no token.
-    """
-
+    # The fields of a `TokenLedger` that are sums over the rows, `FILES`, and what `of_part` adds
     sums: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
-    least_id: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # how many rows had so many tokens when read
+    least_id: int = 0  # the smallest and the largest token id
     last_id: int = -1
 
     def coarse(self) -> SpanCounts:

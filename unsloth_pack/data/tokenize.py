@@ -50,25 +50,15 @@ _HASHED = 1000  # rows at a time
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised rows.
+    """Tokenised rows: int32 `input_ids` and `labels`, without the rows in which no label counts."""
 
-    Args:
-        rows: `input_ids` and `labels`, int32 lists of the same length, without the rows in which no label
-            counts. Those of a large data set lie in the data set cache.
-        ledger: where the tokens of the data went.
-        fingerprint: of the rows, see `rows_hash`; of a mixture, of its data sets and its order.
-        least_id, last_id: the smallest and the largest token id.
-        unused_columns: columns of the data set that nothing was made of.
-        has_files: whether an image of the data is a file, or may be, as it could not be read.
-    """
-
-    rows: datasets.Dataset
+    rows: datasets.Dataset  # those of a large data set lie in the data set cache
     ledger: TokenLedger
-    fingerprint: str
-    least_id: int
+    fingerprint: str  # of the rows, see `rows_hash`; of a mixture, of its data sets and its order
+    least_id: int  # the smallest and the largest token id
     last_id: int
-    unused_columns: tuple[str, ...] = ()
-    has_files: bool = False
+    unused_columns: tuple[str, ...] = ()  # of the data set, that nothing was made of
+    has_files: bool = False  # whether an image of the data is a file, or may be, as it could not be read
 
 
 def documents_of(
@@ -93,11 +83,6 @@ def documents_of(
             trained on the rows.
         chat_template: used instead of the tokenizer's own.
         num_proc: processes that share out the rows; None for as many as there are cores.
-
-    Raises:
-        InputError: a row cannot be trained on, see `to_trl`; no row is left; only responses are to be trained
-            on, and the rows are plain text or the template does not mark responses; the template refuses a
-            row; or the tokenizer has no end-of-sequence token.
     """
     conversion = Conversion(
         dataset,
@@ -139,13 +124,7 @@ def _notes_of(tally: SpanCounts, fingerprint: str) -> Notes:
 
 
 class SpanMaker(ABC):
-    """Makes the documents of one data set, one span of its rows after another.
-
-    Args:
-        dataset: whose rows become documents.
-        max_length: tokens of the longest document.
-        schema: of the documents.
-    """
+    """Makes the documents of one data set, one span of its rows after another; `schema` is theirs."""
 
     def __init__(self, dataset: datasets.Dataset, max_length: int, schema: pa.Schema):
         self.dataset, self.max_length, self.schema = dataset, max_length, schema
