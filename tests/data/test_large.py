@@ -22,7 +22,7 @@ from model_folder import TEMPLATE, byte_tokenizer
 from tables import table
 
 from unsloth_pack.data import load_rows, rows_hash
-from unsloth_pack.data.cache import from_cache, in_order, spans_of
+from unsloth_pack.data.cache import from_cache, in_order
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import pack_dataset
 from unsloth_pack.packing.dataset import pack_documents
@@ -144,9 +144,7 @@ PACKED[".zst"] = lambda content: pa.compress(content, "zstd", asbytes=True)
         ("a.json", json.dumps(ALPACA)),
         ("a.csv", "a,b\n" + '1,"2\n3"\n' * 60),
         ("a.txt", "one\r\ntwo\n\nthree\n" * 20),
-        ("a.jsonl", jsonl(ALPACA) + "[1]\n"),
         ("a.jsonl", jsonl(ALPACA).encode() + b"\xe9\n"),
-        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n'),
         ("a.txt", ""),
     ],
 )
@@ -158,7 +156,7 @@ def test_a_compressed_file_is_read_as_what_it_holds(name, content, suffix, whole
         assert found == (expected.replace(str(plain), str(packed)) if isinstance(expected, str) else expected)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("ab \n\r\t\u2028\ufeffé", max_size=60))
 def test_txt_in_parts_holds_the_documents_that_the_rule_says(text, whole, tmp_path):
     held, in_parts = whole(write(tmp_path / "a.txt", text))
@@ -171,33 +169,16 @@ def test_txt_in_parts_holds_the_documents_that_the_rule_says(text, whole, tmp_pa
     assert expected == ([row["text"] for row in held[0]] if isinstance(held, tuple) else [])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_list_cut_anywhere_or_changed_gives_the_same_error(data, whole, tmp_path):
-    text = json.dumps(TURNS[28:33], indent=1, ensure_ascii=False)
-    at = data.draw(st.integers(0, len(text)))
-    put = data.draw(st.sampled_from(["", "]", "}", ",", "1", '"', "\\", "\n", "{", "NaN", "\0"]))
-    rest = data.draw(st.sampled_from([text[at:], text[at + 1 :], ""]))
-    held, in_parts = whole(write(tmp_path / "a.json", text[:at] + put + rest))
-    assert in_parts == held
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
+def test_errors_in_a_later_part_name_the_same_place(whole, tmp_path, cache):
+    for name, content, says in (
         ("a.jsonl", jsonl(ALPACA) + '{"text" 1}\n', "a.jsonl line 41, column 9: not valid JSON"),
-        ("a.jsonl", jsonl(ALPACA) + "[1]\n", r"line 41: expected an object, got \[1\]"),
-        ("a.jsonl", jsonl(ALPACA).encode() + b"\xe9\n", "a.jsonl: byte 0xe9 is not UTF-8"),
-        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n', "surrogates not allowed"),
+        ("a.jsonl", jsonl(ALPACA) + "[1]\n", "line 41: expected an object, got [1]"),
         ("a.json", json.dumps([*ALPACA, 3]), "expected a list of objects, got 3 as item 40"),
         ("a.csv", "a,b\n" + "1,2\n" * 60 + "3\n", "a.csv line 62: 1 cells under 2 columns"),
-    ],
-)
-def test_errors_in_a_later_part_name_the_same_place(name, content, says, whole, tmp_path, cache):
-    held, in_parts = whole(write(tmp_path / name, content))
-    assert in_parts == held
-    with pytest.raises(InputError, match=says):
-        raise InputError(in_parts)
+    ):
+        held, in_parts = whole(write(tmp_path / name, content))
+        assert in_parts == held
+        assert says in in_parts
     assert not list(cache.rglob("*.arrow"))
 
 
@@ -215,8 +196,9 @@ def told(made):
     return made.ledger, made.fingerprint, made.least_id, made.last_id, made.rows.to_list()
 
 
-@pytest.mark.parametrize("rows", [ALPACA, TURNS], ids=["alpaca", "turns"])
-@pytest.mark.parametrize("only_responses", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "only_responses"), [(ALPACA, False), (TURNS, True)], ids=["alpaca", "turns"]
+)
 def test_any_number_of_processes_gives_the_same_documents(rows, only_responses, large, tmp_path, cache):
     path = write(tmp_path / "a.jsonl", jsonl(rows))
     held = documents(path, max_length=30, train_on_responses_only=only_responses)
@@ -289,15 +271,6 @@ def test_another_file_tokenizer_template_or_length_makes_other_documents(large, 
     assert len(set(seen)) == len(seen)
 
 
-def test_where_caching_is_switched_off_nothing_is_kept(large, tmp_path, cache, monkeypatch):
-    path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
-    held = told(documents(path))
-    large()
-    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-    assert told(documents(path)) == held
-    assert not cache.exists()
-
-
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["removed", "cut"])
 def test_files_of_the_cache_that_came_to_harm_are_made_again(harm, large, tmp_path, cache):
     path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
@@ -331,22 +304,7 @@ def test_what_another_process_has_made_meanwhile_is_not_made_again(notes):
     assert (folder / "0.arrow").read_text() == "rows"
 
 
-def test_a_cache_that_cannot_be_written_is_refused_in_one_line(large, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", write(tmp_path / "file", "") / "cache")
-    large()
-    with pytest.raises(InputError, match=r"cache in .*file/cache cannot be used .*set HF_DATASETS_CACHE"):
-        load_rows(str(write(tmp_path / "a.jsonl", jsonl(ALPACA))))
-
-
 # ---- processes
-
-
-def test_spans_hold_every_row_once():
-    for n_rows, n_bytes in ((1, 10), (1024, 1), (1025, 1), (10, 10**9), (3_000_000, 10**9), (5, 0)):
-        spans = spans_of(n_rows, n_bytes)
-        assert [row for first, end in spans for row in range(first, end)][-1] == n_rows - 1
-        assert [end for _, end in spans[:-1]] == [first for first, _ in spans[1:]]
-        assert len(spans) <= max(256, 1)
 
 
 def kill(task):
@@ -374,10 +332,8 @@ from_cache("documents", ["a key"], make)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_killed_preparation_leaves_no_process_and_nothing_that_is_taken_for_whole(number, tmp_path, cache):
-    from unsloth_pack.data.cache import from_cache
-
     (marks := tmp_path / "marks").mkdir()
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.Popen(

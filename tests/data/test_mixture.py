@@ -3,8 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 
 import datasets
 import numpy as np
@@ -27,9 +25,7 @@ def documents(numbers, masked=0):
     labels = [[-100] * masked + row[masked:] for row in ids]
     rows = datasets.Dataset.from_dict(
         {"input_ids": ids, "labels": labels},
-        features=datasets.Features(
-            dict.fromkeys(("input_ids", "labels"), datasets.List(datasets.Value("int32")))
-        ),
+        features=datasets.Features(dict.fromkeys(("input_ids", "labels"), INTEGERS)),
     )
     tokens = sum(map(len, ids))
     begin = 0 if masked else len(ids)
@@ -80,13 +76,6 @@ def test_one_data_set_stays_as_it_is():
     assert made.parts[0].trained_tokens == sum(map(len, one.documents.rows["input_ids"]))
 
 
-def test_one_after_the_other():
-    made = mix([source("a", A), source("b", B, masked=2)], seed=1)
-    assert numbers_of(made.train) == [*A, *B]
-    assert_adds_up(made.train.ledger, made.train.rows)
-    assert [part.trained_documents for part in made.parts] == [40, 60]
-
-
 @pytest.mark.parametrize(
     ("weight", "times"), [(2, {2: 40}), (0.5, {1: 20}), (1.25, {1: 30, 2: 10}), (3, {3: 40})]
 )
@@ -97,17 +86,6 @@ def test_a_weight_says_how_often_documents_come(weight, times):
     assert all(counts[number] == 1 for number in B)
     assert_adds_up(made.train.ledger, made.train.rows)
     assert mix([source("a", A, weight)], seed=5).train.ledger.rows_read == 41
-
-
-def test_the_seed_draws():
-    def drawn(seed, how="concatenate"):
-        made = mix([source("a", A, 0.5), source("b", B)], how, seed=seed)
-        return numbers_of(made.train), made.train.fingerprint
-
-    for how in ("concatenate", "interleave_under", "interleave_over"):
-        assert drawn(1, how) == drawn(1, how)
-        assert drawn(1, how)[0] != drawn(2, how)[0]
-        assert drawn(1, how)[1] != drawn(2, how)[1]
 
 
 @pytest.mark.parametrize("how", ["interleave_under", "interleave_over"])
@@ -127,11 +105,6 @@ def test_the_first_documents_alone():
     assert numbers_of(made.train) == [*A, *B[:5]]
     assert made.train.ledger.rows_not_drawn == 55
     assert_adds_up(made.train.ledger, made.train.rows)
-
-
-def test_a_weight_that_leaves_nothing():
-    with pytest.raises(InputError, match=r"a: weight 0.001 of 40 documents leaves none; raise it"):
-        mix([source("a", A, 0.001), source("b", B)], seed=1)
 
 
 @table("how", ["concatenate", "interleave_under", "interleave_over"])
@@ -163,20 +136,9 @@ def test_what_is_held_out_depends_on_the_documents_and_the_seed():
     assert (held_out(rows, 0.25, 4) != chosen).any()
 
 
-@pytest.mark.parametrize("share", [1e-6, 0.5, 0.999999])
-def test_neither_side_is_empty(share):
-    chosen = held_out(documents([1, 2, 2, 2, 2]).rows, share, 0)
-    assert 0 < chosen.sum() < 5
-
-
 def test_many_equal_documents_do_not_overshoot():
     for seed in range(10):
         assert held_out(documents([1] * 90 + [*A[:10]]).rows, 0.05, seed).sum() == 5
-
-
-def test_only_one_document():
-    with pytest.raises(InputError, match="all 3 documents hold the same tokens"):
-        held_out(documents([1, 1, 1]).rows, 0.5, 0)
 
 
 # ---- streams
@@ -225,22 +187,11 @@ def test_a_stream_goes_on_at_any_place(how, lines, small_blocks):
         [lines("a.jsonl", A), lines("b.jsonl", B), lines("c.jsonl", range(7))], [2, 1, 1], how, 3
     )
     whole = rows_from(stream)
-    for at in range(200):
-        if whole[at][2] == whole[at + 1][2]:
-            continue  # within a block
+    ends = [at for at in range(200) if whole[at][2] != whole[at + 1][2]]  # the others are within a block
+    for at in ends[:: len(ends) // 20 or 1]:
         place = Place(**json.loads(json.dumps(whole[at][2].as_json())))
         again = rows_from(stream, place, 60)
         assert [row[:2] for row in again] == [row[:2] for row in whole[at + 1 :][: len(again)]]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_rows_are_counted_through_the_pass(how, lines, small_blocks):
-    """So that every process takes its own share of them."""
-    stream = MixedRows([lines("a.jsonl", A), lines("b.jsonl", B)], [1, 1], how, 3)
-    seen = turn = 0
-    for block in islice(endless(stream, Place()), 60):
-        assert (block.begin.turn, block.begin.seen) == (turn, seen)
-        turn, seen = (turn + 1, 0) if block.ends_pass else (turn, seen + block.n_rows)
 
 
 def test_a_stream_that_interleaves_ends_where_datasets_would(lines, small_blocks):
@@ -254,11 +205,6 @@ def test_a_stream_that_interleaves_ends_where_datasets_would(lines, small_blocks
     assert all(Counter(over)[number] == 1 for number in B)
     share = sum(number in A for number in over) / len(over)
     assert 0.6 < share < 0.9
-
-
-def test_a_stream_that_concatenates(lines, small_blocks):
-    found = rows_from(MixedRows([lines("a.jsonl", A), lines("b.jsonl", B)], [2, 1], "concatenate", 3))
-    assert one_pass(found) == [*A, *A, *B]
 
 
 def test_a_stream_draws_anew_in_every_pass_and_for_every_seed(lines, small_blocks):
@@ -286,7 +232,7 @@ def test_an_empty_source_of_a_stream(how, lines, tmp_path):
         rows_from(MixedRows([lines("a.jsonl", A), lines("b.jsonl", [])], [1, 1], how, 3))
 
 
-@pytest.mark.parametrize("limit", [1, 7, 39, 40, 41])
+@pytest.mark.parametrize("limit", [7, 40])
 def test_the_first_rows_of_a_stream(limit, lines, small_blocks):
     stream = ChosenRows(lines("a.jsonl", A), {}, limit)
     found = rows_from(stream, most=90)
@@ -299,12 +245,6 @@ def test_the_first_rows_of_a_stream(limit, lines, small_blocks):
         assert again[:n_rows] == wanted[:n_rows]
 
 
-def test_the_first_rows_of_a_mixture(lines, small_blocks):
-    mixed = MixedRows([lines("a.jsonl", A), lines("b.jsonl", B)], [1, 1], "interleave_under", 3)
-    assert one_pass(rows_from(ChosenRows(mixed, {}, 20))) == one_pass(rows_from(mixed))[:20]
-    assert [part.name for part in ChosenRows(mixed, {}, 20).parts] == [part.name for part in mixed.parts]
-
-
 def test_a_mapped_column_that_a_later_row_lacks(tmp_path, small_blocks):
     rows = [{"words": "w", "id": 1}] * 20 + [{"words": "w"}] * 20
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -312,13 +252,6 @@ def test_a_mapped_column_that_a_later_row_lacks(tmp_path, small_blocks):
     stream = data_set.chosen_of(data_set.open())
     for block in stream.one_pass(Place()):
         assert block.read(range(block.n_rows)).column_names == ["text"]
-    all_left_out = replace(data_set, columns={"words": None, "id": None})
-    stream = all_left_out.chosen_of(all_left_out.open())
-    block = next(iter(stream.one_pass(Place())))
-    of_rows = partial(all_left_out.chosen, datasets.Dataset.from_list(rows[:3]))
-    for call in (partial(block.read, range(block.n_rows)), all_left_out.check, of_rows):
-        with pytest.raises(InputError, match=r"columns leaves out every column \(words, id\), so that nothi"):
-            call()
     data_set = replace(data_set, columns={"word": "text"})
     stream = data_set.chosen_of(data_set.open())
     block = next(iter(stream.one_pass(Place())))

@@ -1,6 +1,5 @@
 """load_rows: every source of rows, and the error of each broken input."""
 
-import functools
 import gzip
 import json
 import subprocess
@@ -29,11 +28,6 @@ def write(path, content):
 
 def jsonl(rows):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def write_csv(path, rows):
-    datasets.Dataset.from_list(rows).to_csv(path)
-    return str(path)
 
 
 def write_parquet(path, rows):
@@ -70,11 +64,6 @@ def test_json_variants_hold_the_same_rows(tmp_path, name, content):
     assert load_rows(write(tmp_path / name, content)).to_list() == ROWS
 
 
-def test_csv_and_parquet_hold_the_same_rows(tmp_path):
-    assert load_rows(write_csv(tmp_path / "a.csv", ROWS)).to_list() == ROWS
-    assert load_rows(write_parquet(tmp_path / "a.parquet", ROWS)).to_list() == ROWS
-
-
 def test_strings_stay_strings(tmp_path):
     rows = [{"text": "007"}, {"text": "2020-01-01"}, {"text": "null"}, {"text": ""}, {"text": "1.0"}]
     assert load_rows(write(tmp_path / "a.jsonl", jsonl(rows))).to_list() == rows
@@ -91,19 +80,10 @@ def test_ragged_objects_come_back_exactly(tmp_path):
     assert load_rows(path)["arguments"][:] == arguments
 
 
-def test_objects_in_objects_come_back_exactly(tmp_path):
-    row = {"text": "a", "x": functools.reduce(lambda inner, _: {"a": inner}, range(150), 1)}
-    assert load_rows(write(tmp_path / "a.jsonl", jsonl([row])))[0] == row
-
-
 def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert load_rows(write(tmp_path / "a.json", json.dumps(row, indent=1))).to_list() == [row]
     assert load_rows(write(tmp_path / "a.jsonl", jsonl([row]))).to_list() == [row]
-
-
-def test_long_csv_cells(tmp_path):
-    assert len(load_rows(write(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n"))["text"][0]) == 200_000
 
 
 @pytest.mark.parametrize(
@@ -133,12 +113,6 @@ def test_folder_joins_files_in_name_order_and_keeps_splits_apart(tmp_path):
     message = error_of(tmp_path, "dev")
     assert "no split 'dev'" in message
     assert "choose one of test, train, validation" in message
-
-
-def test_parquet_shards(tmp_path):
-    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
-    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
-    assert load_rows(str(tmp_path)).to_list() == ROWS
 
 
 def test_saved_datasets(tmp_path):
@@ -178,7 +152,15 @@ def test_hub_names_go_to_the_hub(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["missing.jsonl", "data/missing.csv", "./missing", "/no/such/folder", "a/b/c", "~/gone.txt", "x.yaml"],
+    [
+        "missing.jsonl",
+        "data/rows.jsonl.bz2",
+        "./missing",
+        "/no/such/folder",
+        "a/b/c",
+        "x.yaml",
+        "Once. " * 999,
+    ],
 )
 def test_missing_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -203,35 +185,23 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
 @table(
     ("name", "content", "parts"),
     [
-        ("a.jsonl", "", ["0 rows", "at least one"]),
         ("a.txt", " \n\n ", ["0 rows"]),
-        ("a.json", "\n", ["0 rows"]),
         ("a.json", "[]", ["0 rows", "at least one"]),
-        ("a.json", "[{}]", ["0 rows"]),
         ("a.csv", "instruction,output\n", ["0 rows"]),
         ("a.jsonl", NOT_JSON, ["a.jsonl line 2, column 13", "not valid JSON", "correct or remove it"]),
-        ("a.json", NOT_JSON, ["a.json line 2, column 13", "not valid JSON"]),
         ("a.jsonl", '{"text" "b"}\n', ["a.jsonl line 1, column 9", '{"text" "b"}']),
-        ("a.json", '[{"text": "a"},\n {"text": "b"', ["a.json line 2", "not valid JSON"]),
         ("a.jsonl", '{"text": NaN}\n', ["line 1", "NaN is no JSON number"]),
-        ("a.json", "[" * 100_000, ["line 1", "not valid JSON"]),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', ["line 2", "expected an object, got ['b']", "{...} a line"]),
         ("a.json", '["a", "b"]', ["expected a list of objects, got 'a' as item 0", "write [{...}, ...]"]),
-        ("a.json", '[{"text": "a"}, 3]', ["got 3 as item 1"]),
         ("a.json", '"text"', ["expected a list of objects, got 'text'"]),
         ("a.json", '{"a": 1, "b": []}', ["0 of the keys ['a', 'b']", "an object with one such list"]),
-        ("a.json", '{"train": [{"x": 1}], "test": [{"x": 1}]}', ["2 of the keys ['train', 'test']"]),
         ("a.jsonl", '{"a": "ok"}\n{"a": "\\ud83d"}', ["'\\ud83d' in position 0: surrogates not allowed"]),
         ("a.csv", "a,b\n1,2\n\n1,2,3\n", ["a.csv line 4", "3 cells under 2 columns", "'3'", "quote cells"]),
-        ("a.csv", "a,b\n1\n", ["a.csv line 2", "1 cells under 2 columns"]),
         ("a.csv", "\na,a\n1,2\n", ["a.csv line 2", "a column is repeated in ['a', 'a']", "rename"]),
         ("a.csv", 'a,b\n1,"2\n3,4\n', ["a.csv line 3", "not valid CSV", "check its quotes"]),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', ["byte 0xe9 is not UTF-8", "save the file as UTF-8"]),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16"), ["byte 0xff is not UTF-8"]),
         ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ["row 0 has a zero byte, as in UTF-16"]),
-        ("a.txt", "one\ntwo\n".encode("utf-16-le"), ["row 0 has a zero byte, as in UTF-16"]),
         ("a.parquet", b"", ["not a complete parquet file", "download or write it again"]),
-        ("a.parquet", b"PAR1 and then nothing", ["not a complete parquet file"]),
         ("a.xlsx", "text\n", ["unknown suffix '.xlsx'", ".json, .jsonl, .csv, .parquet, .txt"]),
         ("a.jsonl.zip", "PK", ["unknown suffix '.zip'", "may be compressed (.gz, .zst, .xz, .bz2)"]),
         (
@@ -239,7 +209,6 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
             gzip.compress(jsonl(ROWS).encode(), mtime=0)[:-4],
             ["not a whole .gz file", "compress it again"],
         ),
-        ("a.jsonl.zst", b"{}", ["not a whole .zst file"]),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), ["a compressed parquet file", "unpack it"]),
     ],
 )
@@ -247,18 +216,6 @@ def test_broken_file(tmp_path, name, content, parts):
     message = error_of(write(tmp_path / name, content))
     for part in (name, *parts):
         assert part in message
-
-
-def test_truncated_parquet(tmp_path):
-    path = Path(write_parquet(tmp_path / "a.parquet", ROWS))
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "a.parquet: not a complete parquet file" in error_of(path)
-
-
-def test_parquet_without_rows(tmp_path):
-    write_parquet(tmp_path / "a.parquet", ROWS)
-    load_rows(str(tmp_path / "a.parquet")).select([]).to_parquet(tmp_path / "b.parquet")
-    assert "b.parquet: 0 rows" in error_of(tmp_path / "b.parquet")
 
 
 def test_unreadable_folders(tmp_path):
@@ -286,20 +243,7 @@ def test_a_folder_of_compressed_files(tmp_path):
     assert "s2.jsonl.zip: files in .zip are not read, only in .gz, .zst, .xz, .bz2" in error_of(tmp_path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.bz2"])
-def test_a_path_that_looks_like_a_hub_name(suffix):
-    assert "file not found" in error_of(f"data/rows{suffix}")
-
-
-def test_blank_name():
-    assert "dataset is ''; give a file" in error_of("")
-
-
 def test_import_is_cheap():
     heavy = "{'torch', 'transformers', 'datasets', 'pyarrow', 'pandas'}"
     code = f"import sys, unsloth_pack.data; assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-def test_text_in_place_of_a_name():
-    assert "file not found" in error_of("Once upon a time. " * 1000)

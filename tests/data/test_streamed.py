@@ -117,12 +117,6 @@ def test_a_hub_data_set_is_read_as_it_comes(kind, monkeypatch, tmp_path):
     assert texts(islice(endless(source, Place()), len(blocks) + 3)) == (wanted + wanted)[: 100 + 14]
 
 
-def test_a_saved_data_set_streams(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    source = open_stream(str(tmp_path / "saved"))
-    assert texts(source.one_pass(Place())) == [row["text"] for row in ROWS]
-
-
 def documents(source, **changed):
     options = {"vocab_size": 258, "max_length": 64, "responses_only": False, "chat_template": None}
     return DocumentStream(source, byte_tokenizer(), **{**options, **changed})
@@ -141,8 +135,7 @@ def one_pass_of(stream, share, workers=1):
     raise AssertionError("the pass has no end")
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize(("name", "processes"), [("rows.jsonl.gz", 3), ("rows.parquet", 8)])
 def test_every_process_takes_its_own_rows(name, processes, tmp_path):
     stream = documents(open_stream(str(write(tmp_path / name))))
     whole, _ = one_pass_of(stream, Share())
@@ -202,11 +195,8 @@ def refusal(source, **changed):
     [
         ('{"text": ', "line 51, column 10: not valid JSON"),
         ("[1]", "line 51: expected an object, got [1]"),
-        ('{"text": null}', "row 50, column 'text': expected a string, got None"),
         ('{"note": "n"}', "row 50, column 'text': expected a string, got None"),
-        ('{"text": "a", "input_ids": [1]}', "row 50, column 'input_ids'"),
         (b'{"text": "\xff"}', "byte 0xff is not UTF-8"),
-        (r'{"text": "\ud800"}', "surrogates not allowed"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "rows 50 to 50 have the format messages"),
     ],
 )
@@ -221,7 +211,7 @@ def test_a_bad_row_is_named(bad, message, tmp_path, monkeypatch):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_that_was_cut_is_refused(suffix, tmp_path):
     path = write(tmp_path / f"rows.jsonl{suffix}")
     path.write_bytes(path.read_bytes()[:-12])
@@ -243,31 +233,10 @@ def test_a_file_that_has_changed_before_the_place_is_refused(name, tmp_path):
         list(open_stream(str(tmp_path)).one_pass(place))
 
 
-def test_a_stream_without_rows_is_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="0 rows"):
-        documents(open_stream(str(tmp_path / "rows.jsonl")))
-
-
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl")
     with pytest.raises(InputError, match=r"rows 0 to \d+: token id 256 is outside the vocabulary, 0 to 255"):
         documents(open_stream(str(path)), vocab_size=256)
-
-
-def test_nothing_is_read_ahead_of_a_block(monkeypatch):
-    read = []
-
-    def rows():
-        for number in range(10**9):
-            read.append(number)
-            yield {"text": f"row {number}"}
-
-    stream = documents(IterableRows("endless", datasets.IterableDataset.from_generator(rows)))
-    assert len(read) < 50
-    read.clear()
-    for block in islice(stream.blocks(Place(), Share()), 20):
-        assert len(read) - block.end.seen <= 7
 
 
 @pytest.mark.parametrize(

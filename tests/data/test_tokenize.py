@@ -126,23 +126,6 @@ def test_a_text_begins_once(one, two, tokenizer):
     assert given["input_ids"].count(tokenizer.bos_token_id) == 1
 
 
-def test_ledger_accounts_for_every_token(tokenizer):
-    whole, before = tokenize(ALPACA, tokenizer, max_length=10_000)
-    cut, ledger = tokenize(ALPACA, tokenizer, max_length=30)
-    assert before.tokens_read == sum(map(len, whole["input_ids"]))
-    assert (before.tokens_truncated, before.rows_fully_masked) == (0, 0)
-    assert ledger.tokens_read == before.tokens_read
-    masked = ledger.tokens_masked_by_template + ledger.tokens_masked_at_boundaries
-    assert ledger.tokens_read == (
-        ledger.tokens_truncated + ledger.tokens_dropped + masked + ledger.tokens_counted
-    )
-    assert ledger.rows_fully_masked == 1  # the long prompt fills the row
-    assert ledger.tokens_dropped == 30
-    assert ledger.rows_truncated == sum(len(ids) > 30 for ids in whole["input_ids"])
-    assert ledger.tokens_counted == sum(len(row) - row.count(IGNORE_INDEX) for row in cut["labels"])
-    assert masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
-
-
 rows_of_text = st.lists(st.text("ab", max_size=30), min_size=1, max_size=8).map(
     lambda texts: [{"text": text} for text in texts]
 )
@@ -203,30 +186,10 @@ def test_no_more_tokens_are_asked_for_than_the_model_has_positions(n_positions, 
         check_token_loss("rows.json", ledger, 0.01, 512, n_positions)
 
 
-def test_the_first_token_of_plain_text_never_counts(tokenizer):
-    _, ledger = tokenize([{"text": "abc"}, {"text": "de"}], tokenizer, max_length=64)
-    assert (ledger.tokens_read, ledger.tokens_counted, ledger.tokens_masked_at_boundaries) == (9, 7, 2)
-
-
 def test_a_prompt_that_the_template_renders_otherwise_is_counted(tokenizer):
     assert tokenize(ALPACA, tokenizer, max_length=999)[1].prompts_rerendered == 0
     tokenizer.chat_template = RERENDERING
     assert tokenize(ALPACA, tokenizer, max_length=999)[1].prompts_rerendered == 3
-
-
-def test_a_template_in_place_of_the_tokenizers_own(tokenizer):
-    tokenizer.chat_template = UNMARKED
-    options = {"max_length": 999, "train_on_responses_only": True, "chat_template": TEMPLATE}
-    rows, _ = tokenize(MESSAGES, tokenizer, **options)
-    answers = [tokenizer.decode([t for t in labels if t != IGNORE_INDEX]) for labels in rows["labels"]]
-    assert answers == ["call<eos>a<eos>", "call<eos>", "seen<eos>"]
-
-
-def test_one_answer_after_a_prompt_needs_no_marks(tokenizer):
-    tokenizer.chat_template = UNMARKED
-    with_flag, _ = tokenize(ALPACA, tokenizer, max_length=99, train_on_responses_only=True)
-    without, _ = tokenize(ALPACA, tokenizer, max_length=99)
-    assert with_flag["labels"][:] == without["labels"][:]
 
 
 @pytest.mark.parametrize("rows", [MESSAGES, CHAT_PAIRS])
@@ -264,12 +227,6 @@ def test_refuses(rows, template, responses_only, complaint, tokenizer):
             max_length=1 if "max_seq" in complaint else 60,
             train_on_responses_only=responses_only,
         )
-
-
-def test_text_needs_an_end(tokenizer):
-    tokenizer.eos_token = None
-    with pytest.raises(InputError, match="no eos_token"):
-        tokenize(TEXT, tokenizer, max_length=60)
 
 
 def test_the_hash_of_a_tokenizer_is_of_what_makes_ids(tokenizer, tmp_path):
