@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from unsloth_pack.checkpoints.places import GGUF, check_model_there, is_adapter
+from unsloth_pack.checkpoints.names import GGUF, check_model_there, is_adapter
 from unsloth_pack.checkpoints.weight_checks import check_files, refuse_not_finite
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError

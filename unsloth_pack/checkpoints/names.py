@@ -1,4 +1,4 @@
-"""Names of the files that models, adapters, tokenizers and runs are saved in, and which a save replaces.
+"""Names of the files of models, adapters, tokenizers and runs, which of them a save replaces, where they lie.
 
 This module imports no torch, so that options are checked without it.
 """
@@ -12,8 +12,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from unsloth_pack.data.sources import HUB_NAME
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 
+GGUF = "GGUF does not train; give the base model in safetensors"
 METRICS = "metrics.jsonl"  # of a run
 RUN_CONFIG = "config.yaml"  # likewise
 MODEL_CONFIG = "config.json"
@@ -23,11 +26,11 @@ MERGED_BASE = "base"  # folder of a run: its base model, into which the adapter 
 SAVED_BY = {"saved_by": "unsloth_pack"}  # in the header or the index of merged weights
 
 ADAPTER = {ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"}
-# What transformers' tokenizers write, and read again
-TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
-TOKENIZER |= {"chat_template.jinja", "chat_template.json", "additional_chat_templates"}
-TOKENIZER |= {"tokenizer.model", "spiece.model", "spm.model", "sentencepiece.model"}
-TOKENIZER |= {"sentencepiece.bpe.model"}
+TOKENIZER = {  # what transformers' tokenizers write, and read again
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+    *("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model"),
+}
 # Likewise, but not read where there is a tokenizer.json
 VOCABULARY = {"vocab.json", "merges.txt", "vocab.txt"}
 
@@ -97,3 +100,37 @@ def _saved_here(folder: Path) -> set[str]:
 
 def _names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder holds an adapter."""
+    return os.path.isfile(os.path.join(name, ADAPTER_CONFIG))
+
+
+def check_model_there(model_name: object) -> None:
+    """Refuse a path at which no model lies. What may be a name on the hub is not looked up.
+
+    Raises:
+        InputError: names the path.
+    """
+    if not isinstance(model_name, str | Path) or not str(model_name).strip():
+        raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
+    name = str(model_name)
+    if name in BUNDLED_MODELS or is_adapter(name):
+        return
+    has_gguf = os.path.isdir(name) and any(Path(name).glob("*.gguf"))
+    if name.endswith(".gguf") or (has_gguf and not any(Path(name).glob("*.safetensors"))):
+        raise InputError(f"cannot load {name}: {GGUF}")
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, MODEL_CONFIG)):
+            raise InputError(
+                f"{name} holds neither config.json nor adapter_config.json; name a model's folder"
+            )
+    elif os.path.exists(name):
+        raise InputError(f"{name} is a file; name the folder of a model")
+    elif "://" in name:
+        raise InputError(
+            f"cannot load {name}: no such folder; give one, or of a hub model its OWNER/NAME alone"
+        )
+    elif not HUB_NAME.fullmatch(name):
+        raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")

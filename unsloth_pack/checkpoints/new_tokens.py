@@ -1,16 +1,66 @@
-"""Add new tokens to a tokenizer and a model, with embeddings that mean something."""
+"""New tokens: read the file that names them, and add them with embeddings that mean something.
 
+Reading imports no torch, so that options are checked without it.
+"""
+
+from __future__ import annotations
+
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from unsloth_pack.checkpoints.token_file import NewTokens
 from unsloth_pack.errors import InputError
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-def add_to_tokenizer(tokenizer: Any, tokens: NewTokens) -> dict[int, list[int]]:
+NewTokens = Mapping[str, str | None]  # token -> description, None where it has none
+
+
+def read_new_tokens(path: str) -> dict[str, str | None]:
+    """The tokens in a file: one a line, or as JSON or YAML a list, or a mapping of token to description.
+
+    Raises:
+        InputError: the file cannot be read, holds no token or one twice.
+    """
+    import yaml
+
+    kind = Path(path).suffix[1:]
+    entries: object = []
+    try:
+        text = Path(path or "\0").read_text(encoding="utf-8")  # the path of nothing is this folder's
+        if kind in ("json", "yaml", "yml"):
+            entries = json.loads(text) if kind == "json" else yaml.safe_load(text)
+        else:
+            entries = [line.strip() for line in text.splitlines() if line.strip()]
+    except OSError as error:
+        raise _refusal(path, f"{error.strerror}; give a file of tokens") from None
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+        remedy = "correct it, or write one token a line into a file of another name"
+        raise _refusal(path, f"not {kind or 'text'}; {remedy}") from None
+    pairs = [*entries.items()] if isinstance(entries, Mapping) else []
+    if isinstance(entries, list):
+        pairs = [(token, None) for token in entries]
+    tokens: dict[str, str | None] = {}
+    for token, description in pairs:
+        if not isinstance(token, str) or not token.strip() or not isinstance(description, str | None):
+            what = f"{token!r}: {description!r} is no token with a description"
+            raise _refusal(path, f"{what}; put both in quotes")
+        if token in tokens:
+            raise _refusal(path, f"{token!r} is there twice; keep one")
+        tokens[token] = description or None
+    if not tokens:
+        raise _refusal(path, "it holds no token; write one a line")
+    return tokens
+
+
+def _refusal(path: str, why: str) -> InputError:
+    return InputError(f"add_tokens is {path!r}: {why}", about="add_tokens")
+
+
+def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: NewTokens) -> dict[int, list[int]]:
     """Add tokens to a tokenizer.
 
     Returns:
@@ -20,17 +70,16 @@ def add_to_tokenizer(tokenizer: Any, tokens: NewTokens) -> dict[int, list[int]]:
         InputError: the tokenizer has a token already, or cannot say a description.
     """
     vocabulary = tokenizer.get_vocab()
-    for token in tokens:
+    of_description: list[list[int]] = []
+    for token, description in tokens.items():
         if token in vocabulary:
             raise InputError(
                 f"add_tokens names {token!r}, which is token {vocabulary[token]} already; leave it out, and "
                 f"give --trainable_token_indices {vocabulary[token]} to train it",
                 about="add_tokens",
             )
-    of_description: list[list[int]] = []
-    for token, description in tokens.items():
         ids = tokenizer.encode(description, add_special_tokens=False) if description else []
-        if description and not [one for one in ids if one != tokenizer.unk_token_id]:
+        if description and not {*ids} - {tokenizer.unk_token_id}:
             raise InputError(
                 f"add_tokens describes {token!r} as {description!r}, of which the tokenizer makes no token; "
                 "describe it in other words, or leave the description out",
@@ -38,10 +87,11 @@ def add_to_tokenizer(tokenizer: Any, tokens: NewTokens) -> dict[int, list[int]]:
             )
         of_description.append(ids)
     tokenizer.add_tokens([*tokens])
-    return dict(zip(tokenizer.convert_tokens_to_ids([*tokens]), of_description, strict=True))
+    new_ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    return dict(zip(new_ids, of_description, strict=True))
 
 
-def add_to_model(model: Any, descriptions: Mapping[int, list[int]]) -> None:
+def add_to_model(model: nn.Module, descriptions: Mapping[int, list[int]]) -> None:
     """Give a model embeddings for new tokens, and outputs where the head is not tied.
 
     A row begins as the mean of the rows of its description, or of all the tokens that were there before.
@@ -50,30 +100,27 @@ def add_to_model(model: Any, descriptions: Mapping[int, list[int]]) -> None:
         model: a transformers model, or a PEFT model of one.
         descriptions: of `add_to_tokenizer`.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    import torch
+
+    base: Any = getattr(model, "get_base_model", lambda: model)()
     n_before, n_needed = min(descriptions), max(descriptions) + 1
     if n_needed > base.get_input_embeddings().num_embeddings:
         base.resize_token_embeddings(n_needed, mean_resizing=False)
-    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
-    weights: dict[int, Tensor] = {id(end.weight): end.weight for end in ends if end is not None}
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
     with torch.no_grad():
-        for weight in weights.values():
+        for weight in {id(end.weight): end.weight for end in ends}.values():
             mean = weight[:n_before].float().mean(dim=0)
             for token, ids in descriptions.items():
                 weight[token] = weight[ids].float().mean(dim=0) if ids else mean
-    bias = getattr(ends[1], "bias", None)
-    if isinstance(bias, Tensor):
-        with torch.no_grad():
+        bias = getattr(ends[-1], "bias", None)
+        if isinstance(bias, torch.Tensor):
             bias[n_before:n_needed] = bias[:n_before].float().mean()
 
 
-def rows_to_train(model: Any, ids: list[int]) -> list[int] | dict[str, list[int]]:
+def rows_to_train(model: PreTrainedModel, ids: list[int]) -> list[int] | dict[str, list[int]]:
     """PEFT's `trainable_token_indices`: rows of the embedding, and of a head that is not tied."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if ends[1] is None or ends[0].weight is ends[1].weight:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is head.weight:
         return ids
-    return {_name_of(model, end): ids for end in ends}
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(path for path, one in model.named_modules() if one is module).rpartition(".")[2]
+    names = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
+    return {names[id(end)]: ids for end in (embedding, head)}

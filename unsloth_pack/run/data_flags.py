@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_pack.checkpoints.places import check_model_there
+from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import Parser, TrainOptions, changed
 from unsloth_pack.config.options import DataOptions, ImageOptions
 from unsloth_pack.errors import errors_of, raise_together

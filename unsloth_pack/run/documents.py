@@ -8,8 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.checkpoints import loading
-from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer
-from unsloth_pack.checkpoints.token_file import read_new_tokens
+from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer, read_new_tokens
 from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
