@@ -92,8 +92,6 @@ def test_an_adapter_is_asked_about_images(asked, place, tmp_path):
     ("prompt", "images", "says"),
     [
         ("<image>a", [], r"holds 1 times <image>, and --image is given 0 times; give one for each"),
-        ("<image>a", ["0.png", "1.png"], "holds 1 times <image>, and --image is given 2 times"),
-        ("<|image_pad|>a", [], r"holds <\|image_pad\|>, a token of images; write <image>"),
         ("<|image_pad|>a", ["0.png"], r"holds <\|image_pad\|>, a token of images; write <image>"),
         ("a", ["no.png"], r"--image is .*no\.png', which is no file; correct it"),
         ("a", ["text.png"], r"--image is .*text\.png', which cannot be read as an image; give another"),

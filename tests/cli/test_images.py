@@ -1,7 +1,6 @@
 """`train` on rows with images, from the command line to a merged model."""
 
 import json
-import os
 import re
 import shutil
 
@@ -121,16 +120,7 @@ def test_bytes_texts_and_workers(place, tmp_path):
     rows = datasets.Dataset.from_dict({"messages": [turns] * 6, "image": images})
     rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "seen.parquet")
     named = f"{tmp_path / 'seen.parquet'},{place / 'text.jsonl'}"
-    more = [
-        "--dataset",
-        named,
-        "--eval_fraction",
-        0.3,
-        "--eval_packing",
-        "false",
-        "--dataloader_num_workers",
-        1,
-    ]
+    more = ["--dataset", named, "--eval_fraction=0.3", "--eval_packing=false", "--dataloader_num_workers=1"]
     assert main(without_folder(flags(place, tmp_path / "out", *more))) == 0
     lines = list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
     (ledger,) = [line["ledger"] for line in lines if line["kind"] == "data" and line["use"] == "train"]
@@ -160,18 +150,10 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
     assert not was_made
     assert (second.fingerprint, second.ledger) == (first.fingerprint, first.ledger)
     assert second.rows[:] == first.rows[:]
-    for more in (
-        ["--max_seq_length", 200],
-        ["--max_pixels", 4096],
-        ["--shrink_images"],
-        ["--skip_broken_images"],
-    ):
+    for more in (["--max_seq_length", 200], ["--max_pixels", 4096], ["--shrink_images"]):
         assert again(*more)[0], more
         assert not again(*more)[0], more
 
-    about = (seen / "1-0.png").stat()
-    os.utime(seen / "1-0.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
-    assert again()[0]
     picture(200, 60, 1).save(seen / "1-0.png")  # of another size
     was_made, changed = again()
     assert was_made
@@ -181,10 +163,6 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
         again()
     without = again("--skip_broken_images")[1].ledger
     assert without.rows_broken == 1
-    picture(40, 60, 1).save(seen / "1-0.png")  # put back
-    was_made, whole = again("--skip_broken_images")
-    assert was_made
-    assert whole.ledger.rows_broken == 0
     rows[0]["messages"][0]["content"] += " Say more."
     assert again(data=write(many, rows))[0]
 
@@ -266,15 +244,6 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
         (["--vit_lr=1e-4"], "vit_lr is 0.0001 and freeze_vit is true.*give --freeze_vit false"),
         (["--aligner_lr=1e-4", "--freeze_aligner"], "aligner_lr is 0.0001 and freeze_aligner is true"),
         (["--freeze_llm", "--freeze_aligner"], "leaves nothing to train"),
-        (["--freeze_llm", "--target_modules=q_proj"], "freeze_llm is true and target_modules is"),
-        (
-            ["--freeze_llm", "--modules_to_save=lm_head"],
-            "freeze_llm is true, and modules_to_save names lm_head",
-        ),
-        (
-            ["--freeze_llm", "--modules_to_save=language_model.norm"],
-            r"modules_to_save names .*language_model\.norm",
-        ),
         (["--image_folder=no/such"], "image_folder is 'no/such', which is no folder"),
         (["--max_pixels=100"], "max_pixels is 100, and one token is 1024 pixels; raise it"),
         (["--max_pixels=4096", "--min_pixels=8192"], "min_pixels is 8192 and max_pixels is 4096"),

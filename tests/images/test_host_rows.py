@@ -70,25 +70,27 @@ def test_a_row_without_images_is_described_too(name):
     assert torch.equal(loss, wanted)
 
 
-def test_sizes_that_were_exchanged_are_refused():
-    """Here those of the second and the third image, which a document has in two places."""
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda grids: [grids[0], grids[2], grids[1], *grids[3:]],
+            "image 2 of a row has 3 tokens, which do not",
+        ),
+        (
+            lambda grids: [[1, *grids[0][:0:-1]], *grids[1:]],
+            r"gives image 0 \[1, 2, 1\] tokens .* of \[1, 1, 2\]",
+        ),
+    ],
+    ids=["exchanged", "on their side"],
+)
+def test_sizes_of_other_images_are_refused(change, says):
+    """On their side, images have as many tokens in another shape, which only their positions tell."""
     model, processor = patched("qwen3_vl")
     batch = VisionDataCollator(model, processor)(ROWS)
     model(**batch, use_cache=False)
-    grids = batch["image_grid_thw"]
-    grids[1], grids[2] = grids[2], grids[1]
-    with pytest.raises(InputError, match="image 2 of a row has 3 tokens, which do not stand side by side"):
-        model(**batch, use_cache=False)
-
-
-def test_sizes_on_their_side_are_refused():
-    """As many tokens in another shape, which only their positions tell."""
-    model, processor = patched("qwen3_vl")
-    batch = VisionDataCollator(model, processor)(ROWS)
-    time, height, width = batch["image_grid_thw"][0]
-    batch["image_grid_thw"][0] = [time, width, height]
-    with pytest.raises(InputError, match=r"gives image 0 \[1, 2, 1\] tokens .* are of \[1, 1, 2\]"):
-        model(**batch, use_cache=False)
+    with pytest.raises(InputError, match=says):
+        model(**batch | {"image_grid_thw": change(batch["image_grid_thw"])}, use_cache=False)
 
 
 @each_family

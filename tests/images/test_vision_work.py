@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from test_tiles import each_family
 from tiny_tiles import PATCH, tile_config, tile_image_processor, tile_model, tile_processor
-from tiny_vision import FAMILY, asked, image_processor, picture, vision_config, vision_model, vision_processor
+from tiny_vision import FAMILY, asked, picture, vision_model, vision_processor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unsloth_pack import FastVisionModel, VisionDataCollator, patch_model
@@ -33,14 +33,6 @@ def test_patches_are_those_that_the_tower_sees(name, of_document):
         tiles, _, height, width = image.values.shape
         of_tile = (height // PATCH) * (width // PATCH)
         assert make.seen(tokens, size, of_document) == (tiles * of_tile, of_tile)
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_patches_of_qwen(name):
-    make = make_image_family(vision_config(name), image_processor(16 if name == "qwen3_vl" else 14))
-    for size in SIZES:
-        image, tokens = made(make, size, 1)
-        assert make.seen(tokens, size, 1) == (len(image.values), len(image.values))
 
 
 def rows_of(make, *rows):

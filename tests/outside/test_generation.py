@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from inspect import signature
 
 import pytest
 import torch
 from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
 from tables import table
-from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
+from transformers import GenerationConfig
 
 from unsloth_pack import InputError
 from unsloth_pack.cli import main
@@ -68,19 +67,6 @@ def test_prompts_of_several_lengths(way, pair):
     assert_same(pair, ids, attention_mask=mask, **WAYS[way])
 
 
-def test_from_embeddings(pair):
-    def from_embeddings(model):
-        embeddings = model.get_input_embeddings()(prompt())
-        return model.generate(inputs_embeds=embeddings, max_new_tokens=8, do_sample=False)
-
-    if "inputs_embeds" in signature(pair[0].prepare_inputs_for_generation).parameters:
-        assert torch.equal(*map(from_embeddings, pair))
-        return
-    for model in pair:
-        with pytest.raises(ValueError, match="passed `inputs_embeds`"):
-            from_embeddings(model)
-
-
 def test_a_conversation_goes_on_with_its_cache(pair):
     answers = []
     for model in pair:
@@ -99,25 +85,6 @@ def test_between_steps_of_training(pair):
     patched.zero_grad()
     patched.eval()
     assert torch.equal(generated(patched, prompt(), do_sample=False)[0], before)
-
-
-def test_streaming_and_stopping(pair, model_folder):
-    from transformers import AutoTokenizer
-
-    class AfterFour(StoppingCriteria):
-        def __call__(self, ids, scores, **_):
-            return torch.full((len(ids),), ids.shape[1] >= 15, device=ids.device)
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    streamed = []
-    for model in pair:
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        out = model.generate(
-            prompt(), max_new_tokens=9, do_sample=False, streamer=streamer, stopping_criteria=[AfterFour()]
-        )
-        assert out.shape[1] <= 15
-        streamed.append("".join(streamer))
-    assert streamed[0] == streamed[1]
 
 
 def test_continuous_batching_is_refused():

@@ -22,7 +22,6 @@ from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.layers.vision import tower as vision_tower
-from unsloth_pack.layers.vision import variable_size_tower
 
 ON_GPU = DEVICE != "cpu"
 ATTEND = vision_tower.attend
@@ -54,8 +53,7 @@ def held_up(monkeypatch):
     if not ON_GPU:
         record_graphs(monkeypatch)
         monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
-        for forward in (vision_tower, variable_size_tower):
-            monkeypatch.setattr(forward, "attend", _by_ends)
+        monkeypatch.setattr(vision_tower, "attend", _by_ends)
 
 
 def _by_ends(q_NHD, k_NHD, v_NHD, row, options, backend):

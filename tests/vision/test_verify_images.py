@@ -97,21 +97,6 @@ def test_plain_transformers_with_all_four_positions_passes(name):
     assert not failed(report) & of_images(report), report
 
 
-@each_model
-def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(name):
-    def report():
-        return verify(made(name), describe=lambda lengths: TRAINING, documents=SHORT)
-
-    if name == "qwen2_5_vl":
-        assert failed(report()) & of_images(report())
-        return
-    with pytest.raises(
-        InputError, match="the model takes no row of images that is described so: Multi"
-    ) as refused:
-        report()
-    assert "\n" not in str(refused.value)
-
-
 # Models whose images come without grids: as tiles or with sizes
 
 

@@ -23,9 +23,10 @@ from unsloth_pack.layers.vision.tower import (
     FastTowerAttention,
     FastTowerMLP,
     FastTowerNorm,
+    FastVariableSizeAttention,
+    FastVariableSizeTower,
     FrozenTower,
 )
-from unsloth_pack.layers.vision.variable_size_tower import FastVariableSizeAttention, FastVariableSizeTower
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.patching.report import PatchReport, record, report_tower
