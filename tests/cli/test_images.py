@@ -164,7 +164,7 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
     without = again("--skip_broken_images")[1].ledger
     assert without.rows_broken == 1
     rows[0]["messages"][0]["content"] += " Say more."
-    assert again(data=write(many, rows))[0]
+    assert again("--skip_broken_images", data=write(many, rows))[0]
 
 
 def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
