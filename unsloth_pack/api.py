@@ -39,7 +39,6 @@ from unsloth_pack.lora.trained_parts import (
     check_parts,
     list_unquantised_modules,
     refuse_adapted_rows,
-    refuse_rows_without_direction,
     warn_of_longer_names,
 )
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
@@ -267,7 +266,6 @@ class FastLanguageModel:
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
-        refuse_rows_without_direction(adapted)
         patch_model(adapted, attn_backend, unpad)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted.train())

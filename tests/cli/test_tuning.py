@@ -215,15 +215,6 @@ def test_trained_rows_stand_beside_all_linear_layers_and_an_untied_head(untied, 
         assert train("--overwrite_output_dir", model_name=untied, **flags) == 0
 
 
-def test_dora_on_a_row_of_zeros_is_refused(tied, refused):
-    """The padding token's embedding is zero, and so is its row of a head that is tied to it."""
-    line = refused(model_name=tied, use_dora=True, target_modules="q_proj,lm_head")
-    assert (
-        "use_dora divides the rows of base_model.model.lm_head by their lengths, and row 257 is zero" in line
-    )
-    assert "leave lm_head out of target_modules, or drop use_dora" in line
-
-
 def test_what_stacked_experts_cannot_have_is_refused_before_they_are_loaded(refused, tmp_path, monkeypatch):
     folder = save_model(tmp_path / "experts", "qwen3_moe")
     monkeypatch.setattr("unsloth_pack.api.load_model", None)

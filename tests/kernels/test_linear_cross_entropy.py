@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from every_day import combinations
 from exactness import DEVICE, LAYOUTS, assert_no_sync, assert_same
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
+from head_cases import leaves, make, plain_logits
 from largest import Largest
 from torch import Tensor
 
@@ -27,28 +28,13 @@ def plain(
     hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, extra=None, num_items=None
 ) -> Tensor:
     """transformers' causal language models and its `ForCausalLMLoss`, their labels shifted."""
-    logits = F.linear(hidden, weight, bias)
-    if extra is not None and extra.b is not None:
-        logits = logits + F.linear(extra.h, extra.b)
-    elif extra is not None:
-        logits = logits.index_copy(-1, extra.outputs, extra.h)
-    logits = logits * scale
+    logits = plain_logits(hidden, weight, bias, extra) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.to(torch.promote_types(logits.dtype, FP32)).flatten(0, -2)
     if num_items is None:
         return F.cross_entropy(logits, labels.flatten())
     return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items
-
-
-def make(*shape: int, V: int, dtype=FP32, unlabelled=0.3, bias=False):
-    """hidden, weight and perhaps bias, which all want gradients, and labels that reach both ends of V."""
-    tensors = [torch.randn(*shape), torch.randn(V, shape[-1]) / shape[-1] ** 0.5]
-    tensors += [torch.randn(V)] if bias else []
-    labels = torch.randint(0, V, shape[:-1])
-    labels[torch.rand(shape[:-1]) < unlabelled] = -100
-    labels.view(-1)[:2] = torch.tensor([0, V - 1])[: labels.numel()]
-    return [x.to(DEVICE, dtype).requires_grad_() for x in tensors], labels.to(DEVICE)
 
 
 def run(fn, tensors, labels, **options) -> list[Tensor]:
@@ -60,10 +46,6 @@ def run(fn, tensors, labels, **options) -> list[Tensor]:
     loss = fn(hidden, weight, labels, bias=bias[0] if bias else None, **options)
     wanted = [x for x in tensors if x.requires_grad]
     return [loss.detach(), *torch.autograd.grad(3 * loss, wanted)]
-
-
-def leaves(tensors, dtype=None):
-    return [x.detach().to(dtype or x.dtype).clone().requires_grad_(x.requires_grad) for x in tensors]
 
 
 def check(tensors, labels, slack=1.25, **options) -> None:

@@ -5,12 +5,13 @@ The yardstick is the oracle on inputs in the same dtype: logits of all rows, rou
 
 from functools import partial
 
+import head_cases
 import pytest
 import torch
-import torch.nn.functional as F
 from every_day import combinations
 from exactness import DEVICE
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
+from head_cases import leaves, plain_logits
 
 from unsloth_pack.kernels import TokenScores, reference, token_scores
 from unsloth_pack.kernels.head import HeadPass
@@ -27,11 +28,7 @@ def plain(
     hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, extra=None, fields=()
 ) -> TokenScores:
     """The logits rounded as transformers rounds them, and scored in float32."""
-    logits = F.linear(hidden, weight, bias)
-    if extra is not None and extra.b is not None:
-        logits = logits + F.linear(extra.h, extra.b)
-    elif extra is not None:
-        logits = logits.index_copy(-1, extra.outputs, extra.h)
+    logits = plain_logits(hidden, weight, bias, extra)
     identity = torch.eye(len(weight), dtype=logits.dtype, device=logits.device)
     wide = {"hidden": logits, "weight": identity} if logits.dtype == FP64 else {}
     if not wide:
@@ -39,16 +36,7 @@ def plain(
     return reference.token_scores(labels=labels, softcap=softcap, scale=scale, fields=fields, **wide)
 
 
-def make(*shape, V, dtype=FP32, unlabelled=0.3, bias=False, trains_head=False):
-    hidden, weight = torch.randn(*shape), torch.randn(V, shape[-1]) / shape[-1] ** 0.5
-    labels = torch.randint(0, V, shape[:-1])
-    labels[torch.rand(shape[:-1]) < unlabelled] = -100
-    labels.view(-1)[:2] = torch.tensor([0, V - 1])[: labels.numel()]
-    tensors = [hidden.to(DEVICE, dtype).requires_grad_()]
-    tensors.append(weight.to(DEVICE, dtype).requires_grad_(trains_head))
-    if bias:
-        tensors.append(torch.randn(V).to(DEVICE, dtype).requires_grad_(trains_head))
-    return tensors, labels.to(DEVICE)
+make = partial(head_cases.make, trains_head=False)
 
 
 def run(fn, tensors, labels, weights, **options):
@@ -61,10 +49,6 @@ def run(fn, tensors, labels, weights, **options):
     loss = sum(((w.to(s.dtype) * s).sum() for w, s in zip(weights, scores, strict=False) if w is not None))
     wanted = [x for x in tensors if x.requires_grad]
     return scores, torch.autograd.grad(loss, wanted)
-
-
-def leaves(tensors, dtype):
-    return [x.detach().to(dtype).clone().requires_grad_(x.requires_grad) for x in tensors]
 
 
 def measured(tensors, labels, upstream=("log_prob", "entropy"), **options):

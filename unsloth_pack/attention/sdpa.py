@@ -10,8 +10,9 @@ eagerly, for long documents block by block, and again in the backward pass.
 Without a causal mask a batch holds segments of one length. Segments with other keys run one by one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.packed_row.row import PackedRow
+
+QKV = tuple[Tensor, Tensor, Tensor]  # q, k and v of one layout
 
 _SHORTEST_BLOCK = 256
 _EAGER_BLOCK = 1024  # queries whose logits exist at the same time
@@ -49,15 +52,13 @@ def attend(
         return _attend_whole_segments(q_NHD, k_NKD, v_NKD, row, options)
     outs = []
     for stack_SL in row.stacks:
-        q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
+        q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         length = stack_SL.shape[1]
         window = None if options.window is None or options.window >= length else options.window
-        if _is_eager(options) and length > _EAGER_BLOCK:
-            out_SLHD = _attend_eager_blocks(q_SHLD, k_SKLD, v_SKLD, window, options, sinks_H)
-        elif window is not None:
-            out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, window, row, options, sinks_H)
+        if window is not None or (_is_eager(options) and length > _EAGER_BLOCK):
+            out_SLHD = _attend_in_blocks((q, k, v), window, row, options, sinks_H)
         else:
-            out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options, sinks_H)
+            out_SLHD = attend_dense(q, k, v, None, options, sinks_H)
         outs.append(out_SLHD.flatten(0, 1))
     return torch.cat(outs)[row.unstack]
 
@@ -68,8 +69,8 @@ def _attend_whole_segments(
     """Attend in both directions; segments of one length form a batch, as nothing would hide padding."""
     outs = []
     for stack_SL in row.equal_stacks:
-        q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-        outs.append(_attend_fused(q_SHLD, k_SKLD, v_SKLD, options).flatten(0, 1))
+        q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
+        outs.append(_attend_fused((q, k, v), options).flatten(0, 1))
     return torch.cat(outs)[row.unstack_equal]
 
 
@@ -79,50 +80,36 @@ def _attend_other_keys(
     """Attend from each segment of queries to the segment of `keys` in its place, without a causal mask."""
     outs = []
     segments = (x.split(list(cut.lengths)) for x, cut in ((q_QHD, row), (k_MKD, keys), (v_MKD, keys)))
-    for qkv in zip(*segments, strict=True):
-        q_1HLD, k_1KSD, v_1KSD = (x.transpose(0, 1)[None] for x in qkv)
-        sizes, window, mask = (q_1HLD.shape[2], k_1KSD.shape[2]), options.window, None
+    for segment in zip(*segments, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in segment)
+        sizes, window, mask = (q.shape[2], k.shape[2]), options.window, None
         if window is not None and window < sizes[1]:
             build = partial(window_mask, *sizes, window, row.device)
             mask = row.once(("window mask", window, sizes), build)
-        outs.append(_attend_fused(q_1HLD, k_1KSD, v_1KSD, options, mask)[0])
+        outs.append(_attend_fused((q, k, v), options, mask)[0])
     return torch.cat(outs)
 
 
-def _attend_window(
-    q_SHLD: Tensor,
-    k_SKLD: Tensor,
-    v_SKLD: Tensor,
-    window: int,
-    row: PackedRow,
-    options: AttentionOptions,
-    sinks_H: Tensor | None,
+def _attend_in_blocks(
+    qkv: QKV, window: int | None, row: PackedRow, options: AttentionOptions, sinks_H: Tensor | None
 ) -> Tensor:
-    outs = []
-    for queries, keys in _blocks(q_SHLD.shape[2], max(window, _SHORTEST_BLOCK), window):
-        sizes = (queries.stop - queries.start, keys.stop - keys.start)
-        mask = row.once(("window mask", window, sizes), partial(causal_mask, *sizes, window, row.device))
-        qkv = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys]
-        outs.append(attend_dense(*qkv, mask, options, sinks_H))
-    return torch.cat(outs, dim=1)
+    """Attend block by block of queries; eager logits of long documents are built again in the backward."""
+    (q_SHLD, k_SKLD, v_SKLD), outs = qkv, []
+    is_recomputed = _is_eager(options) and q_SHLD.shape[2] > _EAGER_BLOCK
 
-
-def _attend_eager_blocks(
-    q_SHLD: Tensor,
-    k_SKLD: Tensor,
-    v_SKLD: Tensor,
-    window: int | None,
-    options: AttentionOptions,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
+    def attend_block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        sizes = q.shape[2], k.shape[2]
+        build = partial(causal_mask, *sizes, window, row.device)
+        mask = build() if is_recomputed else row.once(("window mask", window, sizes), build)
         return attend_dense(q, k, v, mask, options, sinks)
 
-    outs = []
-    for queries, keys in _blocks(q_SHLD.shape[2], _EAGER_BLOCK, window):
-        inputs = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H
-        outs.append(checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=options.dropout > 0))
+    run: Callable[..., Tensor] = attend_block
+    if is_recomputed:
+        keeps_state = options.dropout > 0
+        run = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=keeps_state)
+    size = _EAGER_BLOCK if is_recomputed else max(window or 0, _SHORTEST_BLOCK)
+    for queries, keys in _blocks(q_SHLD.shape[2], size, window):
+        outs.append(run(q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H))
     return torch.cat(outs, dim=1)
 
 
@@ -163,31 +150,19 @@ def attend_dense(
         if q_BHTD.shape[-1] > _LARGEST_GROUPED:
             groups = q_BHTD.shape[1] // k_BKSD.shape[1]
             k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
-        return _attend_fused(q_BHTD, k_BKSD, v_BKSD, options, mask, is_causal)
+        return _attend_fused((q_BHTD, k_BKSD, v_BKSD), options, mask, is_causal)
     if is_causal:
         mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
-    return _attend_eager(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H).transpose(1, 2)
+    return _attend_eager((q_BHTD, k_BKSD, v_BKSD), mask, options, sinks_H).transpose(1, 2)
 
 
 def _attend_fused(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    options: AttentionOptions,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
+    qkv: QKV, options: AttentionOptions, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     """Attend by one operator of torch, without a mask from every query to every key: `[B, T, H, D]`."""
-    out_BHTD = F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BKSD,
-        v_BKSD,
-        attn_mask=mask,
-        dropout_p=options.dropout,
-        is_causal=is_causal,
-        scale=options.scale,
-        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
-    )
+    named: dict[str, Any] = {"dropout_p": options.dropout, "is_causal": is_causal, "scale": options.scale}
+    named["enable_gqa"] = qkv[0].shape[1] != qkv[1].shape[1]
+    out_BHTD = F.scaled_dot_product_attention(*qkv, mask, **named)
     return out_BHTD.transpose(1, 2)
 
 
@@ -213,15 +188,9 @@ def _age(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     return queries[:, None] - torch.arange(n_keys, device=device)[None, :]
 
 
-def _attend_eager(
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask: Tensor | None,
-    options: AttentionOptions,
-    sinks_H: Tensor | None,
-) -> Tensor:
+def _attend_eager(qkv: QKV, mask: Tensor | None, options: AttentionOptions, sinks_H: Tensor | None) -> Tensor:
     """Attend with a softcap (Gemma 2, 2024) or sinks (gpt-oss, 2025): `[B, H, T, D]`."""
+    q_BHTD, k_BKSD, v_BKSD = qkv
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)

@@ -2,8 +2,8 @@
 
 All have autograd except `dropout`, `gated_lora`, fp8, four bits and routed experts: autograd nodes call them.
 CUDA tensors run on Triton or torch's GEMMs. CPU tensors run on the oracle, or on Triton's interpreter if
-TRITON_INTERPRET=1 is set before the first import. Triton is optional. Shapes, dtypes or devices that do not fit
-together raise ValueError.
+TRITON_INTERPRET=1 is set before the first import. Triton is optional. Shapes, dtypes or devices that do not
+fit together raise ValueError.
 """
 
 from unsloth_pack.kernels.arguments import (

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.launch import (
     as_rows,
+    check_activation,
     check_dtypes,
     check_shapes,
     jit,
@@ -38,8 +39,6 @@ from unsloth_pack.kernels.launch import (
     tl,
     triton,
 )
-
-ACTIVATIONS = ("silu", "gelu_tanh")
 
 _BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
 _WARPS = 4
@@ -68,12 +67,6 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if not takes_fused_path(gate, up):
         return reference.gated(gate, up, activation)
     return _Gated.apply(gate, up, activation)
-
-
-def check_activation(activation: str) -> None:
-    """Raise ValueError for an unknown activation."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
 
 
 class _Gated(torch.autograd.Function):

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import LowRank
-from unsloth_pack.kernels.elementwise import check_activation, product_and_gradients
+from unsloth_pack.kernels.elementwise import product_and_gradients
 from unsloth_pack.kernels.launch import (
     as_rows,
+    check_activation,
     check_dtypes,
     check_shapes,
     floor_power_of_2,

@@ -132,6 +132,7 @@ except ImportError:  # without Triton the reference runs in place of every kerne
     triton = tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+ACTIVATIONS = ("silu", "gelu_tanh")  # with a gate
 FUSED_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
@@ -176,6 +177,12 @@ def check_dtypes(**tensors: Tensor | None) -> None:
     if len({*dtypes.values()}) > 1 or not all(dtype.is_floating_point for dtype in dtypes.values()):
         listed = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
         raise ValueError(f"{listed}: cast all to one floating dtype")
+
+
+def check_activation(activation: str) -> None:
+    """Raise ValueError for an unknown activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

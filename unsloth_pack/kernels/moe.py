@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import Gate, InnerSum, Scaled
-from unsloth_pack.kernels.elementwise import check_activation, product_and_gradients
-from unsloth_pack.kernels.launch import check_shapes, jit, takes_fused_path, tl, triton
+from unsloth_pack.kernels.elementwise import product_and_gradients
+from unsloth_pack.kernels.launch import check_activation, check_shapes, jit, takes_fused_path, tl, triton
 
 _BLOCK = 1024  # columns of a row that a program takes at a time
 _WARPS = 4
@@ -81,15 +81,8 @@ def routed_gate_backward_(
     with torch.cuda.device_of(g_out):
         _routed_gate_backward_kernel[(S,)](
             *(g_out, more, scale, *_get_inner_arguments(inner), weight, weight.stride(0)),
-            *(
-                g_inner,
-                g_weight,
-                F,
-                *_get_gate_arguments(gate),
-                gate.activation,
-                gate.interleaved,
-                _choose_block(F),
-            ),
+            *(g_inner, g_weight, F, *_get_gate_arguments(gate), gate.activation, gate.interleaved),
+            _choose_block(F),
             num_warps=_WARPS,
         )
     return g_weight

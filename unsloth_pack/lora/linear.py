@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.quantised import (
+    LINEAR_4BIT_TYPES,
     LORA_4BIT_TYPES,
     Fp8Linear,
-    is_linear_4bit,
     nf4_weight,
     why_not_dequantised,
 )
@@ -128,7 +128,7 @@ class FastLoraLinear(PeftLinear):
         weight: arithmetic.Weight = base.weight.detach()
         if isinstance(base, Fp8Linear):
             weight = base.rows
-        elif is_linear_4bit(base):
+        elif type(base) in LINEAR_4BIT_TYPES:
             weight = nf4_weight(base)
         dropout = self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
@@ -171,13 +171,13 @@ def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 def why_not_fused(layer: PeftLinear) -> str | None:
     """Explain why a LoRA layer runs through PEFT's forward; None if it is fused."""
     base = layer.base_layer
-    if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
+    if type(base) not in (nn.Linear, Fp8Linear, *LINEAR_4BIT_TYPES):
         return f"on a {type(base).__name__}"
     if is_gathered_by_module(base.weight):
         return GATHERED_BY_MODULE
     if base.weight.requires_grad:
         return "the base weight is trained"
-    if is_linear_4bit(base) and (why := why_not_dequantised(base)):
+    if type(base) in LINEAR_4BIT_TYPES and (why := why_not_dequantised(base)):
         return why
     if len(layer.active_adapters) != 1:
         return f"{len(layer.active_adapters)} active adapters"

@@ -9,7 +9,6 @@ from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -313,21 +312,3 @@ def refuse_adapted_rows(
                 f"leave {name} out of target_modules, or leave out {option}",
                 about=("target_modules", option),
             )
-
-
-def refuse_rows_without_direction(adapted: PeftModel) -> None:
-    """Raise InputError for DoRA on a weight with a row of zeros, such as an embedding's padding token.
-
-    DoRA divides every row by its length, and 0 / 0 makes every loss NaN. A refused adapter is removed.
-    """
-    for path, layer in adapted.named_modules():
-        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
-            rows = (magnitude.weight == 0).flatten().nonzero().flatten().tolist()
-            if rows:
-                name = path.rpartition(".")[2]
-                adapted.unload()
-                raise InputError(
-                    f"use_dora divides the rows of {path} by their lengths, and row {rows[0]} is zero, as "
-                    f"that of a padding token often is; leave {name} out of target_modules, or drop use_dora",
-                    about=("use_dora", "target_modules"),
-                )
