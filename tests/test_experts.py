@@ -15,10 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 from unsloth_pack import patch_model
 from unsloth_pack.layers import moe as fast
 from unsloth_pack.layers.mlp import GateAndUpPlan
-from unsloth_pack.lora import experts as module
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
 from unsloth_pack.losses.head import load_balancing_loss
-from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3
 LAYOUTS = {
@@ -153,58 +151,12 @@ def test_no_gradient_as_large_as_a_stack_is_made_and_nothing_as_wide_is_kept():
     assert largest["ours"] < EXPERTS * FEATURES * WIDTH < 2 * EXPERTS * FEATURES * WIDTH <= largest["plain"]
 
 
-def test_rows_of_experts_stay_on_the_device():
-    index = torch.stack([torch.randperm(9)[:3] for _ in range(50)])
-    routing = module.Routing.sort(index, 9)
-    counts = torch.bincount(index.flatten(), minlength=9)
-    assert torch.equal(routing.ends_E, counts.cumsum(0).int())
-    assert torch.equal(routing.experts_Nk(), index)
-    assert torch.equal(routing.token_S[routing.place_Nk], torch.arange(50)[:, None].expand(50, 3))
-    assert all(x.shape == (150,) for x in (routing.expert_S, routing.slot_S, routing.token_S))
-
-
 # In models
 
 
 @pytest.fixture(scope="module")
 def documents():
     return random_documents([5, 1, 19, 8])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_layer_has_experts(documents, dtype):
-    """The layout of Qwen3-30B-A3B: the names of an expert's layers are those of no module."""
-    truth = run_alone(tiny_model("qwen3_moe", torch.float64, mlp_only_layers=[]), documents)
-    assert any("layers.1.mlp.experts" in name for name in truth.grads)
-    plain = run_alone(tiny_model("qwen3_moe", dtype, mlp_only_layers=[]), documents, truth.routes)
-    model = tiny_model("qwen3_moe", dtype, mlp_only_layers=[])
-    report = patch_model(model).report
-    assert report.fused["experts"].startswith("2 layers")
-    assert report.fused["LoRA"].startswith("12 layers")
-    assert not {"MLP", "experts", "LoRA"} & report.not_fused.keys()
-    got = run_packed(model, documents, truth.routes)
-    assert got.grads.keys() == truth.grads.keys()
-    assert error(got.logits, truth.logits) <= 1.5 * error(plain.logits, truth.logits)
-    for name, grad in truth.grads.items():
-        assert error(got.grads[name], grad) <= 1.5 * error(plain.grads[name], grad), name
-
-
-@pytest.mark.parametrize("mode", [True, "offload", "auto"])
-def test_checkpointing_computes_down_once(documents, mode, monkeypatch):
-    model = tiny_model("qwen3_moe", mlp_only_layers=[])
-    patch = patch_model(model)
-    expected = run_packed(model, documents)
-    runs = []
-    forward = module._RoutedExperts.forward
-    monkeypatch.setattr(
-        module._RoutedExperts, "forward", staticmethod(lambda *args: runs.append(1) or forward(*args))
-    )
-    enable_checkpointing(model, mode)
-    patch.skip_probe()
-    got = run_packed(model, documents)
-    assert len(runs) == 2, "a layer of experts is not computed again as a whole"
-    for name in expected.grads:
-        assert torch.equal(got.grads[name], expected.grads[name]), name
 
 
 def test_what_a_model_computes_without_an_adapter_or_with_several(documents):

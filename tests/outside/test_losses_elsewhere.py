@@ -12,7 +12,7 @@ from outside_models import DEVICE
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from unsloth_pack import FastLanguageModel, InputError, probe, verify
+from unsloth_pack import FastLanguageModel, InputError
 
 LENGTHS = [9, 30, 14, 11]
 SMOOTHING = 0.2
@@ -145,17 +145,6 @@ def test_no_warning_where_nothing_is_wrong(gradients, caplog):
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("check", [probe, verify])
-def test_a_check_of_the_model_neither_warns_nor_takes_the_place_of_the_warning(
-    check, model, gradients, caplog
-):
-    with caplog.at_level(logging.WARNING, "unsloth_pack"):
-        check(model)
-        assert not caplog.records
-        gradients("compute_loss keeps the labels", mask_first=False)
-    assert len(warnings_of(caplog)) == 1
-
-
 def warnings_of(caplog):
     return [record for record in caplog.records if "outside of the model" in record.message]
 
@@ -176,14 +165,4 @@ def test_shift_labels_that_were_counted_are_looked_at(model):
         call(model, labels=right, shift_labels=raw, num_items_in_batch=torch.tensor(63))
     truth = call(model, labels=right)
     got = call(model, labels=right, shift_labels=raw)  # nobody has counted: they are masked
-    assert all(torch.equal(got[name], truth[name]) for name in truth)
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_another_ignore_index(counted, model):
-    right = packed(mask_first=True)["labels"]
-    marked = torch.where(right == -100, -1, right)
-    count = {"num_items_in_batch": (right != -100).sum()} if counted else {}
-    truth = call(model, labels=right, **count)
-    got = call(model, labels=marked, ignore_index=-1, **count)
     assert all(torch.equal(got[name], truth[name]) for name in truth)
