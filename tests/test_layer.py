@@ -103,12 +103,12 @@ def test_a_forward_that_differs_in_one_thing(what):
     source = {
         "constant": ("residual + hidden_states", "residual + hidden_states * 2"),
         "name": ("self.mlp(", "self.ffn("),
-        "default": ("use_cache: Any = False", "use_cache: Any = True"),
+        "default": ("use_cache: object = False", "use_cache: object = True"),
     }
     text = inspect.getsource(layers._plain_forward)
     made = {}
     for changed in (text, text.replace(*source[what])):
-        names = {"Any": object}
+        names = {**vars(layers)}
         exec(changed, names)
         made[changed] = type("Layer", (torch.nn.Module,), {"forward": names["_plain_forward"]})()
     same, other = made.values()

@@ -34,10 +34,10 @@ class ActivationOffload:
         self._leaving: _OnHost | None = None
         self._n_blocks: dict[int, int] = {}  # pinned blocks by their size in bytes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ActivationOffload":
+    def __deepcopy__(self, memo: dict[int, object]) -> "ActivationOffload":
         return ActivationOffload(self._buffer)
 
-    def put(self, x: Tensor) -> Any:
+    def put(self, x: Tensor) -> "Tensor | _OnHost":
         """Copy `x` to the host and return a handle for `take`; `x` itself on a CPU.
 
         Raises:
@@ -58,7 +58,7 @@ class ActivationOffload:
         self._stack.append(weakref.ref(handle))
         return handle
 
-    def take(self, handle: Any) -> Tensor:
+    def take(self, handle: "Tensor | _OnHost") -> Tensor:
         """Return the tensor of a handle on its device."""
         if not isinstance(handle, _OnHost):
             return handle
@@ -217,7 +217,7 @@ class RecomputedLayers:
         """End a backward pass within its capture: every copy in a graph needs something that waits for it."""
         self._store.end()
 
-    def _offloaded(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _offloaded(self, function: Callable[..., object], *args: object) -> object:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
             return _recomputed(function, *args)
 
@@ -228,10 +228,10 @@ class RecomputedLayers:
         return buffer.view(x.dtype)[: x.numel()].view(x.shape)
 
 
-def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
+def _recomputed(function: Callable[..., object], *args: object) -> object:
     tape = SeedTape()
 
-    def taped(*args: Any) -> Any:
+    def taped(*args: object) -> object:
         with tape.play():
             return function(*args)
 

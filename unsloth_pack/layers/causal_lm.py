@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.layers.decoder import FastDecoder, PackedOutput
 from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
 from unsloth_pack.layers.kernel_warmup import compile_kernels
 from unsloth_pack.layers.layer import OwnCheckpointing
@@ -80,9 +80,9 @@ class StepLabels:
             raise InputError("fused_lm_head=True scores labels, but there are none; give labels")
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
-    def as_arguments(self) -> dict[str, Any]:
+    def as_arguments(self) -> dict[str, object]:
         """Return the labels and options that another forward needs for its loss."""
-        arguments: dict[str, Any] = {"labels": self.labels, "shift_labels": self.shift_labels}
+        arguments: dict[str, object] = {"labels": self.labels, "shift_labels": self.shift_labels}
         arguments["num_items_in_batch"] = self.num_items
         if self.ignore_index != IGNORE_INDEX:
             arguments["ignore_index"] = self.ignore_index
@@ -127,7 +127,7 @@ class FastCausalLM(CountedParameters):
     base_model: nn.Module
     loss_function: Callable[..., Tensor]
     get_decoder: Callable[[], nn.Module]
-    get_output_embeddings: Callable[[], Any]
+    get_output_embeddings: Callable[[], nn.Module]
     disable_input_require_grads: Callable[[], None]
     spec: ArchSpec
     fast_decoder: FastDecoder  # set past torch's registry: it is a submodule already
@@ -142,13 +142,13 @@ class FastCausalLM(CountedParameters):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        packed_seq_lengths: Any = None,
-        seq_lengths: Any = None,
+        packed_seq_lengths: object = None,
+        seq_lengths: object = None,
         **kwargs: Any,
     ) -> Any:
         """Compute logits, and the loss where there are labels.
@@ -201,7 +201,11 @@ class FastCausalLM(CountedParameters):
         return out
 
     def _find_batch(
-        self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
+        self,
+        inputs: dict[str, Any],
+        labels: Tensor | None,
+        rest: Mapping[str, Any],
+        known: PaddedBatch | None,
     ) -> PaddedBatch | None:
         """Return the padded batch of a call that describes no row, or None where it keeps its padding."""
         if self.is_wrapper and (not self._takes_images(rest) or inputs["input_ids"] is None):
@@ -209,7 +213,7 @@ class FastCausalLM(CountedParameters):
         options = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
         return self.fast_decoder.unpadding.find_batch(self.fast_decoder, inputs, known, labels, **options)
 
-    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+    def _takes_images(self, rest: Mapping[str, object]) -> bool:
         """Return whether a padded batch with these further arguments can become one packed row."""
         return not name_images(rest)
 
@@ -224,7 +228,7 @@ class FastCausalLM(CountedParameters):
     def _check_boundaries(self, call: ForwardCall) -> None:
         """Check whether an unpacked call holds a packed row that lost its boundaries."""
 
-    def run_decoder(self, call: ForwardCall) -> Any:
+    def run_decoder(self, call: ForwardCall) -> PackedOutput:
         """Run the decoder on a call whose row is described."""
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
@@ -242,7 +246,7 @@ class FastCausalLM(CountedParameters):
         """Return whether a call runs through the model around a text model unchanged, perhaps with images."""
         return self.is_wrapper and call.described is None
 
-    def _build_arguments(self, call: ForwardCall, step_labels: StepLabels) -> dict[str, Any]:
+    def _build_arguments(self, call: ForwardCall, step_labels: StepLabels) -> dict[str, object]:
         """Build the arguments of transformers' or TRL's forward, which passes them on to the decoder."""
         arguments = {**call.inputs, **call.rest, **step_labels.as_arguments()}
         if not self._is_unchanged(call):  # there the model around the decoder takes no row
@@ -289,7 +293,7 @@ class FastCausalLM(CountedParameters):
             decoder.kernels_are_compiled = True
             compile_kernels(decoder, call.described, loss_of, decoder.leak_probe)
 
-    def _score_for_trl(self, trl_head: TrlHead, call: ForwardCall, step_labels: StepLabels) -> Any:
+    def _score_for_trl(self, trl_head: TrlHead, call: ForwardCall, step_labels: StepLabels) -> object:
         call.inputs["use_cache"] = False
         why_not = trl_head.why_not or why_head_not_fused(self)
         if self._is_unchanged(call):
@@ -341,11 +345,11 @@ class FastCausalLM(CountedParameters):
             output.loss = loss + self.config.get_text_config().router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
-    def _compute_aux_loss(self, call: ForwardCall, decoded: Any, device: torch.device) -> Tensor:
+    def _compute_aux_loss(self, call: ForwardCall, decoded: PackedOutput, device: torch.device) -> Tensor:
         text_config = self.config.get_text_config()
         return load_balancing_loss(decoded.router_logits, text_config, call.inputs["attention_mask"], device)
 
-    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: object = None, *args: object, **kwargs: object) -> object:
         """Generate as transformers does; `inputs` or `input_ids` may also be a tokenizer's whole output.
 
         Older notebooks pass the output of a chat template, which used to be a tensor.
@@ -356,14 +360,14 @@ class FastCausalLM(CountedParameters):
         theirs: Any = super()
         return theirs.generate(inputs, *args, **kwargs)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse `generate_batch`, whose thread would log an error and answer nothing."""
         raise InputError(
             "generate_batch keeps keys and values in pages, which a patched model does not read; call "
             "generate (a trainer with use_transformers_continuous_batching=False), or undo the patch first"
         )
 
-    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: object) -> None:
         """Switch checkpointing; layers that offload or follow a plan keep doing so.
 
         Trainers switch it on by themselves, and TRL off and on again around each pass of its reference model.

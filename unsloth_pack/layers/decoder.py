@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
@@ -78,6 +78,8 @@ class FastDecoder(nn.Module):
     config: PreTrainedConfig
     layers: nn.ModuleList
     get_input_embeddings: Callable[[], nn.Embedding]
+    get_per_layer_inputs: Callable[[Tensor | None, Tensor | None], Tensor]
+    project_per_layer_inputs: Callable[[Tensor, Tensor], Tensor]
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
@@ -97,7 +99,7 @@ class FastDecoder(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -174,7 +176,7 @@ class FastDecoder(nn.Module):
         weight = getattr(embedding, "original_module", embedding).weight
         self.gate_and_up_plan.decide(tokens, weight.element_size(), inputs.device)
 
-    def _refuse_unreadable_masks(self, attention_mask: Any) -> None:
+    def _refuse_unreadable_masks(self, attention_mask: object) -> None:
         """Refuse masks of an ordinary batch that the shared attention would misread.
 
         A mask on a device is checked once, in training: each check waits for the device.
@@ -227,14 +229,14 @@ class FastDecoder(nn.Module):
             torch.cuda.empty_cache()
         return PackedOutput(last_hidden_state=step.hidden, router_logits=step.router_logits)
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> "FastDecoder":
         """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
         if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT builds new modules of this class
             graphs.let_go(self)
         return moved
 
-    def _wants_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
+    def _wants_more(self, kwargs: Mapping[str, object], inputs_embeds: Tensor | None) -> bool:
         """Return whether a call wants more than graphs return, or its layers take more inputs."""
         if inputs_embeds is not None and self.spec.per_layer_inputs:
             return True  # layers have embeddings of their own, of ids that are not known here
@@ -243,7 +245,7 @@ class FastDecoder(nn.Module):
         has_others = any(value is not None and value is not False for value in others)
         return has_others or getattr(self.config, "output_hidden_states", False)
 
-    def _wants_router_logits(self, kwargs: Mapping[str, Any]) -> bool:
+    def _wants_router_logits(self, kwargs: Mapping[str, object]) -> bool:
         name = "output_router_logits"
         return bool(kwargs.get(name, getattr(self.config, name, False)))
 
@@ -297,5 +299,6 @@ def has_fast_decoder(model: nn.Module | None) -> bool:
 class PackedOutput(MoeModelOutputWithPast):
     """A decoder's output for a packed row. Models around it may read `shared_kv_states`: there are none."""
 
+    last_hidden_state: Any = None  # a tensor
     router_logits: Any = None
-    shared_kv_states: Any = None
+    shared_kv_states: None = None

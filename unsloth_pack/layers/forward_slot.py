@@ -21,6 +21,8 @@ from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
+from torch import nn
+
 from unsloth_pack.losses.head import TrlHead
 from unsloth_pack.packed_row.labels import DeferredCheck, PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
@@ -37,17 +39,17 @@ _IMAGE_KEYWORDS = (
 class ForwardSlot:
     """A `forward` that no attribute of the instance hides. Use it as a decorator."""
 
-    def __init__(self, enter: Callable[..., Any]):
+    def __init__(self, enter: Callable[..., object]):
         self._enter = enter
         self.__doc__ = enter.__doc__
 
-    def __get__(self, model: Any, owner: type | None = None) -> Callable[..., Any]:
+    def __get__(self, model: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
         if model is None:
             return self._enter
         enter = _add_parameters(type(model).__bases__[-1], self._enter)
         return vars(model).get(_WRAPPER) or MethodType(enter, model)
 
-    def __set__(self, model: Any, forward: Any) -> None:
+    def __set__(self, model: nn.Module, forward: Callable[..., object]) -> None:
         if request := TrlHead.from_forward(forward):
             vars(model)[_TRL_HEAD] = request
         elif _is_bound_to(self._enter, forward):
@@ -55,12 +57,12 @@ class ForwardSlot:
         else:
             vars(model)[_WRAPPER] = forward
 
-    def __delete__(self, model: Any) -> None:
+    def __delete__(self, model: nn.Module) -> None:
         vars(model).pop(_WRAPPER, None)
 
 
 @cache
-def _add_parameters(original: type, enter: Callable[..., Any]) -> Callable[..., Any]:
+def _add_parameters(original: type, enter: Callable[..., object]) -> Callable[..., object]:
     """Add the parameters of the original's forward to the function's signature."""
     own = inspect.signature(enter)
     theirs = inspect.signature(original.forward).parameters.values()  # type: ignore[attr-defined]
@@ -72,7 +74,7 @@ def _add_parameters(original: type, enter: Callable[..., Any]) -> Callable[..., 
         return enter
 
     @wraps(enter)
-    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(model: nn.Module, *args: object, **kwargs: object) -> object:
         return enter(model, *args, **kwargs)
 
     *named, rest = own.parameters.values()
@@ -80,31 +82,31 @@ def _add_parameters(original: type, enter: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
-def _is_bound_to(enter: Callable[..., Any], forward: Any) -> bool:
+def _is_bound_to(enter: Callable[..., object], forward: object) -> bool:
     """Return whether a bound method is this function, perhaps with more parameters."""
     function = getattr(forward, "__func__", None)
     return enter in (function, getattr(function, "__wrapped__", None))
 
 
-def read_forwards(model: Any) -> dict[str, Any]:
+def read_forwards(model: nn.Module) -> dict[str, object]:
     """Return the forwards that trainers and libraries set on a patched model, to outlive a new patch."""
     return {name: vars(model)[name] for name in SLOT_ATTRIBUTES if name in vars(model)}
 
 
-def adopt_forwards(model: Any, earlier: dict[str, Any]) -> None:
+def adopt_forwards(model: nn.Module, earlier: dict[str, object]) -> None:
     """Adopt the forwards set before the class got this slot; `earlier` are those under the patch before."""
     if "forward" in vars(model):  # it stays there, for `undo()`
         model.forward = vars(model)["forward"]
     vars(model).update(earlier)
 
 
-def drop_wrapped_forward(model: Any, enter: Callable[..., Any]) -> None:
+def drop_wrapped_forward(model: nn.Module, enter: Callable[..., object]) -> None:
     """Remove the forward that accelerate keeps beside a wrapper, if it is `enter` itself."""
     if _is_bound_to(enter, vars(model).get("_original_forward")):
         del model._original_forward
 
 
-def read_trl_head(model: Any) -> TrlHead | None:
+def read_trl_head(model: nn.Module) -> TrlHead | None:
     """Return the request of a trainer of TRL's, or None."""
     return vars(model).get(_TRL_HEAD)
 
@@ -138,6 +140,6 @@ class ForwardCall:
         self.described = row if batch is None else replace(batch, row=row)
 
 
-def name_images(arguments: Mapping[str, Any]) -> list[str]:
+def name_images(arguments: Mapping[str, object]) -> list[str]:
     """Name the arguments of a call that hold images or the like."""
     return [name for name in _IMAGE_KEYWORDS if arguments.get(name) is not None]

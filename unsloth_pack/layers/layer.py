@@ -10,7 +10,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.utils.other import TrainableTokensWrapper
@@ -21,6 +21,9 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import add_rms_norm, rms_norm
 from unsloth_pack.lora.linear import with_recipe
 from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
+
+if TYPE_CHECKING:
+    from unsloth_pack.layers.decoder import FastDecoder
 
 
 class FastRMSNorm(nn.Module):
@@ -85,13 +88,13 @@ def norm_eps(norm: Any) -> float:
 class FastLayer(nn.Module):
     """Replaces the class of a decoder layer for which `is_plain` holds."""
 
-    input_layernorm: Any
+    input_layernorm: FastRMSNorm  # or any module, which is called then
     self_attn: nn.Module
-    post_attention_layernorm: Any
+    post_attention_layernorm: FastRMSNorm
     mlp: nn.Module
 
     @no_compile
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run `[B, T, C]` through the layer; a packed row fused, with the results of `_plain_forward`.
 
         Args:
@@ -108,7 +111,7 @@ class FastLayer(nn.Module):
 
 def is_plain(layer: nn.Module) -> bool:
     """Return whether a layer's forward is `_plain_forward`, instruction for instruction."""
-    forward: Any = inspect.unwrap(type(layer).forward)
+    forward = inspect.unwrap(type(layer).forward)
     return "forward" not in vars(layer) and _instructions(forward) == _instructions(_plain_forward)
 
 
@@ -116,7 +119,7 @@ def _runs_fused(norm: nn.Module) -> bool:
     return isinstance(norm, FastRMSNorm) and not (has_hooks(norm) or is_gathered_by_module(norm.weight))
 
 
-def _instructions(function: Any) -> tuple[Any, ...]:
+def _instructions(function: Callable[..., object]) -> tuple[object, ...]:
     code = getattr(function, "__code__", None)
     if code is None:
         return ()
@@ -125,15 +128,15 @@ def _instructions(function: Any) -> tuple[Any, ...]:
 
 
 def _plain_forward(
-    self: Any,
-    hidden_states: Any,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    past_key_values: Any = None,
-    use_cache: Any = False,
-    position_embeddings: Any = None,
-    **kwargs: Any,
-) -> Any:
+    self: FastLayer,
+    hidden_states: Tensor,
+    attention_mask: object = None,
+    position_ids: object = None,
+    past_key_values: object = None,
+    use_cache: object = False,
+    position_embeddings: object = None,
+    **kwargs: object,
+) -> Tensor:
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
     hidden_states, _ = self.self_attn(
@@ -160,14 +163,14 @@ class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
     cannot move itself.
     """
 
-    def to(self, device: Any, **how: Any) -> "SharedKeysAndValues":
+    def to(self, device: torch.device, **how: Any) -> "SharedKeysAndValues":
         """Move all to a device, in place."""
         self.data = {name: (k.to(device, **how), v.to(device, **how)) for name, (k, v) in self.data.items()}
         return self
 
 
 def build_layer_inputs(
-    decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
+    decoder: "FastDecoder", input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Build the keywords of each layer of a decoder, for a packed row with embeddings `hidden_BTC`.
 
@@ -199,7 +202,7 @@ def embed_per_layer(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
 
 
 def _per_layer_inputs(
-    decoder: Any, input_ids: Tensor | None, hidden_BTC: Tensor, embeddings_BTLP: Tensor | None
+    decoder: "FastDecoder", input_ids: Tensor | None, hidden_BTC: Tensor, embeddings_BTLP: Tensor | None
 ) -> Tensor | None:
     """Return `[B, T, L, P]` by transformers' own methods, which work by token, or None."""
     if not decoder.config.hidden_size_per_layer_input:
@@ -211,7 +214,7 @@ def _per_layer_inputs(
     return decoder.project_per_layer_inputs(hidden_BTC, embeddings_BTLP)
 
 
-def _refuse_reentrant_sharing(decoder: Any) -> None:
+def _refuse_reentrant_sharing(decoder: "FastDecoder") -> None:
     if decoder.training and any(map(_is_reentrant, decoder.layers)):
         raise InputError(
             "use_reentrant=True loses the gradients of keys and values that layers share; set "
@@ -233,7 +236,7 @@ class OwnCheckpointing:
     plan: Any  # the decoder's `recompute_plan`
 
     @classmethod
-    def from_decoder(cls, decoder: Any) -> "OwnCheckpointing | None":
+    def from_decoder(cls, decoder: "FastDecoder") -> "OwnCheckpointing | None":
         """Read the mode in which a decoder's layers run now, or return None."""
         functions = tuple(
             layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
@@ -242,11 +245,11 @@ class OwnCheckpointing:
         is_own = any(hasattr(function, "recomputes") for function in functions)
         return cls(functions, decoder.recompute_plan) if is_own else None
 
-    def restore(self, decoder: Any) -> None:
+    def restore(self, decoder: "FastDecoder") -> None:
         """Let the layers run in this mode again."""
         decoder.recompute_plan = self.plan
         for layer, function in zip(decoder.layers, self.functions, strict=True):
-            layer.gradient_checkpointing = function is not None
+            vars(layer)["gradient_checkpointing"] = function is not None
             if function is not None:
                 layer._gradient_checkpointing_func = function
 
@@ -268,7 +271,7 @@ class FastTrainedTokens(nn.Module):
     places: Tensor  # `[V]`, the row of each token in the trained matrix, for the tokens in `placed`; else -1
 
     @no_compile
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return `[..., C]` for token ids `[...]`."""
         if args or kwargs or not self._runs_fused():
             return super().forward(x, *args, **kwargs)

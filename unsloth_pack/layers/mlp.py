@@ -55,7 +55,7 @@ class GateAndUpPlan:
         return self._has_room or n_bytes < _MANY_BYTES or number % max(2, width // _SPARING) > 0
 
 
-def keeps_gate_and_up(plan: GateAndUpPlan, layer: Any, number: int, x: Tensor, features: int) -> bool:
+def keeps_gate_and_up(plan: GateAndUpPlan, layer: nn.Module, number: int, x: Tensor, features: int) -> bool:
     """Return whether a module keeps them for the backward pass; never in a layer that is recomputed.
 
     `x` `[.., width]` is its input, `features` counts those of gate; `number` is that of its `layer`, from 0.
@@ -213,7 +213,7 @@ class FastMLP(nn.Module):
 
     spec: ArchSpec
     projections: GatedProjections
-    decoder_layer: Any  # the layer that holds this MLP, of this `number` from 0
+    decoder_layer: nn.Module  # the layer that holds this MLP, of this `number` from 0
     number: int
     gate_and_up_plan: GateAndUpPlan
     residual_dropout: float = 0.0

@@ -37,12 +37,12 @@ class FastExperts(ExpertsModule):
 
     gate: Gate  # how gate and up become their product
     gate_module: nn.Module | None  # the activation from which `gate` was read, or None
-    decoder_layer: Any  # the layer that holds it, of this `number` from 0
+    decoder_layer: nn.Module  # the layer that holds it, of this `number` from 0
     number: int
     gate_and_up_plan: GateAndUpPlan
 
     @no_compile
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
         """Compute `[N, C]` from `[N, C]`; `args` are the experts of each token and their weights."""
         if not self.runs_fused(hidden_states, args, kwargs):
             with _widen_biases(self):
@@ -50,7 +50,7 @@ class FastExperts(ExpertsModule):
         experts_Nk, weights_Nk = args
         return self.run_fused(hidden_states, experts_Nk, weights_Nk, [])
 
-    def runs_fused(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def runs_fused(self, x: Tensor, args: Sequence[Tensor], kwargs: Mapping[str, object]) -> bool:
         """Return whether a call can be one autograd node, adapters aside."""
         if kwargs or len(args) != 2 or x.dim() != 2 or args[0].dim() != 2:
             return False
@@ -59,7 +59,7 @@ class FastExperts(ExpertsModule):
         ).dtype == get_compute_dtype(x)
 
     def run_fused(
-        self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]
+        self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[PeftStack]
     ) -> Tensor:
         """Run `forward` as one autograd node; `adapters` wrap the stacks, each with one adapter in use."""
         by_name = {wrapper.parameter_name: get_adapter(wrapper) for wrapper in adapters}
@@ -82,14 +82,14 @@ class FastExperts(ExpertsModule):
 class FastExpertsLora(PeftStack):
     """Replaces the class of a `ParamWrapper` around stacked experts; else PEFT's own forward runs."""
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
+    def merge(self, *args: object, **kwargs: object) -> None:
         """Merge as PEFT does, but not into quantised experts: PEFT would add to a copy, and lose it."""
         if is_quantised(self.get_base_layer()):
             raise InputError("experts in few bits cannot be merged in place; use save_pretrained_merged")
         super().merge(*args, **kwargs)
 
     @no_compile
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
         """Compute `[N, C]`, as the experts inside do."""
         base: Any = self.get_base_layer()
         wrappers = list(iterate_wrappers(self))
@@ -136,7 +136,7 @@ def why_reads_host(experts: ExpertsModule) -> str | None:
 
 
 @contextmanager
-def _widen_biases(experts: Any) -> Iterator[None]:
+def _widen_biases(experts: ExpertsModule) -> Iterator[None]:
     """Show biases that train in 16 bits in float32 meanwhile.
 
     transformers picks the bias of each token's expert. Its gradient sums over all tokens in the bias's dtype,
@@ -154,7 +154,7 @@ def _widen_biases(experts: Any) -> Iterator[None]:
             del experts.__dict__[name]
 
 
-def _stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack:
+def _stack(experts: ExpertsModule, name: str) -> Tensor | Nf4Stack | Fp8Stack:
     stack = get_stored_stack(experts, name)
     assert stack is not None
     return stack
@@ -182,6 +182,6 @@ def read_gate(experts: Any) -> Gate | None:
     return None
 
 
-def _number(module: Any, name: str) -> float | None:
+def _number(module: nn.Module, name: str) -> float | None:
     value = getattr(module, name, None)
     return float(value) if isinstance(value, int | float) else None

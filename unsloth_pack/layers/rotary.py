@@ -169,7 +169,7 @@ def _cos_sin(inv_freq: Tensor, scaling: float, n_positions: int) -> tuple[Tensor
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def scale_queries(q: Tensor, position_ids: Tensor, config: Any) -> Tensor:
+def scale_queries(q: Tensor, position_ids: Tensor, config: PreTrainedConfig) -> Tensor:
     """Scale q, `[N, H, D]` or `[B, H, T, D]`, by 1 + beta * log(1 + floor(position / P)), in its dtype.
 
     P is the length of pretraining. Source: Llama 4 (2025); also Ministral 3.

@@ -8,12 +8,12 @@ Shapes: B rows of T tokens.
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_tracing
 
 from unsloth_pack.host_copy import HostCopy
@@ -26,6 +26,9 @@ from unsloth_pack.packed_row.labels import (
     padding_has_labels,
 )
 from unsloth_pack.packed_row.row import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from unsloth_pack.layers.decoder import FastDecoder
 
 
 class Unpadding:
@@ -41,11 +44,11 @@ class Unpadding:
 
     def find_batch(
         self,
-        decoder: Any,
+        decoder: "FastDecoder",
         inputs: Mapping[str, Any],
         known: PaddedBatch | None = None,
-        labels: Any = None,
-        shift_labels: Any = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> PaddedBatch | None:
         """Return the padded batch of a call that describes no packed row, or None if it keeps its padding.
@@ -69,7 +72,7 @@ class Unpadding:
         tokens = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
         if known is not None:
             return known.on(tokens.device)
-        tensors = _CallTensors(inputs, labels, shift_labels, ignore_index)
+        tensors = _CallTensors(inputs, labels, shift_labels, ignore_index=ignore_index)
         if not tensors.labels_fit:
             return None
         if self._last is not None and tensors.is_same_as(self._last[0]):
@@ -79,7 +82,9 @@ class Unpadding:
         self._last = None if torch.is_inference_mode_enabled() else (tensors, batch)
         return batch
 
-    def _describe(self, decoder: Any, tensors: "_CallTensors", device: torch.device) -> PaddedBatch | None:
+    def _describe(
+        self, decoder: "FastDecoder", tensors: "_CallTensors", device: torch.device
+    ) -> PaddedBatch | None:
         mask_BT, positions_BT, has_labels = tensors.copy_to_host()
         if positions_BT is None:  # nothing else tells the documents apart
             refuse_document_ids(torch.from_numpy(mask_BT))
@@ -95,7 +100,7 @@ class Unpadding:
         return PaddedBatch.of_mask(real_BT, device, positions_BT, restarts=by_length)
 
 
-def _may_be_unpadded(decoder: Any, inputs: Mapping[str, Any]) -> bool:
+def _may_be_unpadded(decoder: "FastDecoder", inputs: Mapping[str, Any]) -> bool:
     """Return whether a batch may be unpadded, judged without reading a number."""
     mask, positions, ids = (inputs[name] for name in ("attention_mask", "position_ids", "input_ids"))
     if inputs["past_key_values"] is not None or _wants_cache(decoder, inputs["use_cache"]):
@@ -111,7 +116,7 @@ def _may_be_unpadded(decoder: Any, inputs: Mapping[str, Any]) -> bool:
     return positions is None or (_holds_whole_numbers(positions) and positions.shape in shapes)
 
 
-def _wants_cache(decoder: Any, use_cache: bool | None) -> bool:
+def _wants_cache(decoder: "FastDecoder", use_cache: bool | None) -> bool:
     """Return whether the caller gets a cache; a training step does only if it asks."""
     if use_cache is None:
         is_step = decoder.training and torch.is_grad_enabled()
@@ -119,11 +124,13 @@ def _wants_cache(decoder: Any, use_cache: bool | None) -> bool:
     return bool(use_cache)
 
 
-def _holds_whole_numbers(x: Any) -> bool:
+def _holds_whole_numbers(x: object) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
 
 
-def _why_keep_padding(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_ids: bool) -> str | None:
+def _why_keep_padding(
+    decoder: "FastDecoder", real_BT: np.ndarray, has_labels: bool, has_ids: bool
+) -> str | None:
     if not real_BT.any():
         return "the attention mask keeps no token"
     if not is_one_run_a_row(real_BT):
@@ -139,11 +146,11 @@ def _why_keep_padding(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_i
 class _CallTensors:
     """The tensors of a call that say what is padding, and what a loss reads of it."""
 
-    def __init__(self, inputs: Mapping[str, Any], labels: Any, shift_labels: Any, ignore_index: int):
+    def __init__(self, inputs: Mapping[str, Any], *labels: Tensor | None, ignore_index: int):
         self.has_ids = inputs["input_ids"] is not None
         self._mask: Tensor = inputs["attention_mask"]
         self._positions: Tensor | None = inputs["position_ids"]
-        self._labels = tuple(x if isinstance(x, Tensor) else None for x in (labels, shift_labels))
+        self._labels = tuple(x if isinstance(x, Tensor) else None for x in labels)
         self._ignore_index = ignore_index
         present = [x for x in (self._mask, self._positions, *self._labels) if x is not None]
         self._versions = [None if x.is_inference() else x._version for x in present]
@@ -158,7 +165,7 @@ class _CallTensors:
         is_same = self._identity() == other._identity() and self._versions == other._versions
         return is_same and None not in self._versions
 
-    def _identity(self) -> tuple[Any, ...]:
+    def _identity(self) -> tuple[int, ...]:
         tensors = (self._mask, self._positions, *self._labels)  # they are alive, so ids are unique
         return *map(id, tensors), self._ignore_index, self.has_ids
 
@@ -189,12 +196,12 @@ class FastSequenceClassification(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         """Answer as transformers does, at the last token of a row that is no `pad_token_id`.
 
         Masked padding gets that id first, so that no answer is read from padding.

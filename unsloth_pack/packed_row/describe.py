@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import is_tracing
+from transformers.utils.import_utils import is_tracing
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.labels import PaddedBatch
@@ -126,9 +126,9 @@ def describe_row(
     shape: tuple[int, int],
     device: torch.device,
     *,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     axes: Tensor | None = None,
-    **descriptions: Any,
+    **descriptions: object,
 ) -> PackedRow | None:
     """Return the packed row that these descriptions mean, or None for an ordinary batch.
 
@@ -193,7 +193,7 @@ def describe_row(
     return row if axes_on_host is None else add_axes(row, axes_on_host)
 
 
-def _is_cut(name: str, value: Any) -> bool:
+def _is_cut(name: str, value: object) -> bool:
     return name in _RUNNING_SUMS and isinstance(value, Tensor) and value.shape == (1,)
 
 
@@ -215,7 +215,7 @@ def copy_to_host(descriptions: Mapping[str, Any]) -> dict[str, Any]:
     return host
 
 
-def is_remote(value: Any) -> bool:
+def is_remote(value: object) -> bool:
     """Return whether a value is a tensor on a device."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
@@ -235,7 +235,7 @@ def _read_documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str
     return documents
 
 
-def _read_whole(name: str, values: Any, remedy: str) -> np.ndarray:
+def _read_whole(name: str, values: object, remedy: str) -> np.ndarray:
     """Return whole numbers, int64; refuse all else, and lists of several depths."""
     try:
         array = np.asarray(values)
@@ -249,7 +249,7 @@ def _read_whole(name: str, values: Any, remedy: str) -> np.ndarray:
     return numbers
 
 
-def _broadcast_per_token(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
+def _broadcast_per_token(name: str, values: object, shape: tuple[int, int]) -> np.ndarray:
     """Broadcast whole numbers to `[B, T]`; one row may stand for all."""
     array = _read_whole(name, values, "give one whole number a token")
     if array.shape not in (shape, (1, shape[1]), shape[1:]):
@@ -286,7 +286,7 @@ def _read_lengths(name: str, values: Any, shape: tuple[int, int], has_mask: bool
     return [row[row > 0].tolist() for row in rows]
 
 
-def _read_running_sum(name: str, values: Any, shape: tuple[int, int]) -> list[int]:
+def _read_running_sum(name: str, values: object, shape: tuple[int, int]) -> list[int]:
     remedy = "give 0 and the running sum of the lengths"
     cu = _read_whole(name, values, remedy).reshape(-1)
     if shape[0] != 1:
@@ -327,7 +327,7 @@ def _is_ordinary_batch(positions: np.ndarray, real: np.ndarray | None) -> bool:
 
 
 def _check_agreement(
-    documents: Mapping[str, list[list[int]]], max_lengths: Mapping[str, Any]
+    documents: Mapping[str, list[list[int]]], max_lengths: Mapping[str, object]
 ) -> list[list[int]]:
     """Return the document lengths, row by row, on which all descriptions agree."""
     (first, rows), *others = documents.items()
@@ -391,25 +391,26 @@ def add_axes(row: PackedRow, axes: np.ndarray) -> PackedRow:
     return replace(row, axes=axes, _built={})
 
 
-def refuse_document_ids(attention_mask: Any) -> None:
+def refuse_document_ids(attention_mask: object) -> None:
     """Refuse a mask of document ids that nothing else explains: all would count as one document."""
-    is_of_tokens = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-    if is_of_tokens and not is_tracing(attention_mask) and (attention_mask > 1).any():
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or is_tracing(attention_mask):
+        return
+    if (attention_mask > 1).any():
         raise InputError(
             f"attention_mask holds document ids, up to {int(attention_mask.max())}, which alone do not "
             "separate documents; give packed_seq_lengths, or position_ids that restart"
         )
 
 
-def refuse_leaking_masks(masks: Any, position_ids: Any) -> None:
+def refuse_leaking_masks(masks: object, position_ids: object) -> None:
     """Refuse masks `[B, 1, T, T]` of an ordinary batch by which a token sees one of another document.
 
     Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
     `position_ids` `[B, T]` start from 0 in each document; anything else passes.
     """
-    if not isinstance(masks, dict) or getattr(position_ids, "ndim", 0) != 2 or is_tracing(position_ids):
+    if not isinstance(masks, dict) or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return
-    if position_ids.shape[1] == 1:
+    if is_tracing(position_ids) or position_ids.shape[1] == 1:
         return
     documents = (position_ids == 0).cumsum(dim=1)
     if int(documents.max()) <= 1:

@@ -33,7 +33,7 @@ _REMEDY = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlatt
 
 def check_labels(
     name: str,
-    labels: Any,
+    labels: object,
     shape: tuple[int, ...] | None,
     n_outputs: int | None,
     ignore_index: int = IGNORE_INDEX,

@@ -17,7 +17,7 @@ from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.layers.layer import norm_eps
-from unsloth_pack.layers.mixers.contract import Choice, Mixer, Request
+from unsloth_pack.layers.mixers.contract import Choice, Mixer, Report, Request
 from unsloth_pack.layers.rotary import double_angles, scale_queries
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
@@ -33,6 +33,7 @@ class SoftmaxAttention(nn.Module):
     # Of transformers' module
     config: PreTrainedConfig
     layer_idx: int
+    scaling: float
     sinks: Tensor
 
     def _lay_out(self, x_BTHD: Tensor, row: PackedRow | None) -> Tensor:
@@ -147,7 +148,7 @@ class FastAttention(SoftmaxAttention):
         return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 
-def read_attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
+def read_attention_options(attention: SoftmaxAttention, spec: ArchSpec) -> AttentionOptions:
     """Read what an attention module needs of a backend, where its spec declares it."""
     config = attention.config
     key_scale = getattr(config, spec.key_multiplier) if spec.key_multiplier else 1.0
@@ -160,14 +161,14 @@ def read_attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     )
 
 
-def read_window(attention: Any, spec: ArchSpec) -> int | None:
+def read_window(attention: SoftmaxAttention, spec: ArchSpec) -> int | None:
     """Return how many keys a query of this layer sees, its own included; None for all up to its own."""
     if spec.window == "none" or (spec.window == "is_sliding" and not attention.is_sliding):
         return None
     return getattr(attention if spec.window == "layer" else attention.config, "sliding_window", None)
 
 
-def rotates(attention: Any, spec: ArchSpec) -> bool:
+def rotates(attention: SoftmaxAttention, spec: ArchSpec) -> bool:
     """Return whether this layer rotates q and k."""
     if not spec.name("rotary_emb"):
         return False
@@ -178,12 +179,12 @@ def rotates(attention: Any, spec: ArchSpec) -> bool:
     return spec.rope_layers == "all" or read_window(attention, spec) is not None
 
 
-def has_qk_norm(attention: Any, spec: ArchSpec) -> bool:
+def has_qk_norm(attention: nn.Module, spec: ArchSpec) -> bool:
     """Return whether this layer norms q and k, which some configurations of an architecture leave out."""
     return spec.qk_norm is not None and hasattr(attention, spec.name("q_norm"))
 
 
-def get_qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
+def get_qk_norms(attention: nn.Module, spec: ArchSpec) -> tuple[Any, Any]:
     """Return the norms of q and k, whatever their names."""
     return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
 
@@ -235,7 +236,7 @@ class AttentionMixer(Mixer):
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"spec": spec, "attn_backend": backend}
 
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[Report, Report]:
         fused = {"attention": "documents kept apart"}
         if not rotates(module, spec):
             return fused, {}

@@ -41,6 +41,9 @@ class Choice:
     remedy: str | None = None  # how to make it much faster here, or None; logged as a warning
 
 
+Report = dict[str, str]  # by kind of part
+
+
 class Mixer(ABC):
     """One kind of mixer. No document of a packed row may reach another through its `forward`."""
 
@@ -63,7 +66,9 @@ class Mixer(ABC):
         """Return the attributes that `forward` reads beside transformers'; `backend` is the requested one."""
 
     @abstractmethod
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+    def what_is_fused(
+        self, module: nn.Module, spec: ArchSpec, how: str
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """Report what is fused and what is not, by kind; `how` says where a kernel runs."""
 
     def known(self, spec: ArchSpec) -> frozenset[str]:

@@ -16,7 +16,7 @@ from transformers import Cache
 from unsloth_pack.kernels import rms_norm, rope_qk
 from unsloth_pack.layers.layer import SharedKeysAndValues
 from unsloth_pack.layers.mixers.attention import AttentionMixer, SoftmaxAttention, fuse_norms
-from unsloth_pack.layers.mixers.contract import Mixer
+from unsloth_pack.layers.mixers.contract import Mixer, Report
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import has_hooks, no_compile
@@ -112,7 +112,7 @@ class SharedKVAttentionMixer(AttentionMixer):
         v_proj o_proj q_norm k_norm v_norm
         """
 
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[Report, Report]:
         fused = {"attention": "documents kept apart", "rotary embedding": f"of q and k {how}"}
         if fuse_norms(module.q_norm, getattr(module, "k_norm", module.q_norm), spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}

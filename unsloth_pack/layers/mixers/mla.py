@@ -18,7 +18,7 @@ from transformers import Cache
 
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.layers.mixers.attention import AttentionMixer, SoftmaxAttention
-from unsloth_pack.layers.mixers.contract import Mixer
+from unsloth_pack.layers.mixers.contract import Mixer, Report
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import no_compile
@@ -108,7 +108,7 @@ class LatentAttentionMixer(AttentionMixer):
     def head_sizes(self, module: Any) -> tuple[int, int]:
         return module.qk_head_dim, module.v_head_dim
 
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[Report, Report]:
         attention = "documents kept apart; the projections of the input as one autograd node"
         return {"attention": attention, "rotary embedding": f"of part of each head {how}"}, {}
 

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
 from unsloth_pack.errors import first_line
-from unsloth_pack.layers.mixers.contract import Choice, Mixer, Request
+from unsloth_pack.layers.mixers.contract import Choice, Mixer, Report, Request
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
@@ -35,10 +36,10 @@ _TRIED_LENGTHS = (37, 64, 5)  # of the documents that the kernels are tried with
 _ROUNDING = 0.01  # of the greatest output; a leaking state changes outputs by much more
 _CHUNK = 64  # tokens; transformers' torch code builds a product for each pair of tokens in a chunk
 
-Boundaries = Callable[[PackedRow], Mapping[str, Any]]
+Boundaries = Callable[[PackedRow], Mapping[str, Tensor]]
 
 
-def seq_idx(row: PackedRow) -> dict[str, Any]:
+def seq_idx(row: PackedRow) -> dict[str, Tensor]:
     """Return `[1, N]` int32, the number of each token's document, for causal-conv1d and mamba_ssm."""
     numbers = np.arange(len(row.lengths), dtype=np.int32)
     return {"seq_idx": row.once("seq_idx", lambda: row.upload(np.repeat(numbers, row.lengths)[None]))}
@@ -60,10 +61,10 @@ class FastStateLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        *args: Any,
+        *args: object,
         packed_row: PackedRow | None = None,
         seq_idx: PackedRow | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Compute `[B, T, C]`; layers of some versions pass `packed_row` on as `seq_idx` only."""
         row = seq_idx if packed_row is None else packed_row
@@ -77,7 +78,7 @@ class FastStateLayer(nn.Module):
             out = torch.cat(stacks)[row.unstack]
         return out.view(*hidden_states.shape[:2], -1)
 
-    def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_whole(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run transformers' forward.
 
         A lone token gets another one behind it, as causal-conv1d's backward pass refuses rows of one token.
@@ -103,7 +104,7 @@ class StateMixer(Mixer):
     known_names: str  # parameters, submodules and attributes of transformers' modules, in any version
     forward: type[FastStateLayer] = FastStateLayer
 
-    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
+    def choose(self, module: nn.Module, spec: ArchSpec, request: Request) -> Choice:
         why_not_captured = f"a {self.kind} reads the row on the host"
         missing = [name for package, name in self.packages.items() if find_spec(package) is None]
         if missing:
@@ -121,10 +122,10 @@ class StateMixer(Mixer):
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"boundaries": self.boundaries if choice.name == IN_ONE_ROW else None}
 
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+    def what_is_fused(self, module: nn.Module, spec: ArchSpec, how: str) -> tuple[Report, Report]:
         return {}, {self.kind: "as transformers wrote it, documents kept apart; its LoRA layers one by one"}
 
-    def _why_not_in_one_row(self, module: Any, request: Request) -> str | None:
+    def _why_not_in_one_row(self, module: nn.Module, request: Request) -> str | None:
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
         assert request.config is not None
@@ -135,7 +136,7 @@ class StateMixer(Mixer):
         return why_not
 
 
-def _rebuild(kind: type[nn.Module], config: Any, own: Any) -> nn.Module:
+def _rebuild(kind: type[nn.Module], config: PreTrainedConfig, own: nn.Module) -> nn.Module:
     """Build another module of its kind, with the buffers that the model around it adds."""
     module = kind(config, own.layer_idx)
     for name, buffer in own.named_buffers(recurse=False):
@@ -201,7 +202,7 @@ class FastMamba2(FastStateLayer):
     chunk_size: int
     out_proj: nn.Module
 
-    def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_whole(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run transformers' forward; in training its kernels ignore adapters and hooks of `out_proj`."""
         if not self.training or _is_plain(self.out_proj):
             return super().run_whole(hidden_states, *args, **kwargs)
@@ -215,7 +216,7 @@ class FastMamba2(FastStateLayer):
 
 
 @contextmanager
-def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
+def _set(module: nn.Module, **attributes: object) -> Iterator[None]:
     """Set these attributes of a module meanwhile."""
     before = {name: vars(module)[name] for name in attributes}
     vars(module).update(attributes)
@@ -225,7 +226,7 @@ def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
         vars(module).update(before)
 
 
-def _is_plain(linear: Any) -> bool:
+def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not has_hooks(linear) and not is_gathered_by_module(linear.weight)
 
 
@@ -244,7 +245,7 @@ MAMBA2 = StateMixer(
 )
 
 
-def _delta_net_boundaries(row: PackedRow) -> dict[str, Any]:
+def _delta_net_boundaries(row: PackedRow) -> dict[str, Tensor]:
     """Return document numbers for causal-conv1d, and for fla the ends, on the host too: else it waits."""
     ends = row.once("cu_seqlens_cpu", lambda: torch.tensor([0, *np.cumsum(row.lengths).tolist()]))
     return seq_idx(row) | {"cu_seq_lens_q": row.cu_seqlens, "cu_seqlens_cpu": ends}
