@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from unsloth_pack.checkpoints.names import MODEL_CONFIG
-from unsloth_pack.checkpoints.names import check_model_there, is_adapter
+from unsloth_pack.checkpoints.names import MODEL_CONFIG, check_model_there, is_adapter
 from unsloth_pack.checkpoints.new_tokens import read_new_tokens
 from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.config.options import (
