@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import image_models
-import pytest
 from tiers import (
     ARCHITECTURES,
     COVER,
@@ -20,20 +19,18 @@ from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec
 
 
-def test_the_cover_uses_every_field():
-    """`axes` alone belongs to models with images."""
+def test_quick_files_exist():
+    assert all((Path(__file__).parent / path).is_file() for path in QUICK)
+
+
+def test_the_cover_is_the_smallest_that_uses_every_field():
+    """`axes` alone belongs to models with images. Taking the largest first would end with three."""
+    features = {"large": {1, 2, 3, 4}, "left": {1, 2, 5}, "right": {3, 4, 6}}
+    assert {*smallest_cover(features)} == {"left", "right"}
     used = set().union(*(features_of(arch_spec_for(name)) for name in COVER))
     assert used | {*DESCRIPTIVE, "axes"} == {field.name for field in fields(ArchSpec)}
     assert "axes" in features_of(arch_spec_for("qwen3_vl_text"))
     assert {*COVER} < {*ARCHITECTURES}
-
-
-def test_the_cover_is_the_smallest():
-    """Taking the largest first would end with three."""
-    assert {*smallest_cover({"large": {1, 2, 3, 4}, "left": {1, 2, 5}, "right": {3, 4, 6}})} == {
-        "left",
-        "right",
-    }
 
 
 def test_one_model_stands_for_each_class_of_tower():
@@ -45,8 +42,3 @@ def test_one_model_stands_for_each_class_of_tower():
     for name, other in SAME_TOWER.items():  # transformers writes a copy under the name of the model
         copied = towers[name].replace("Qwen3VLMoe", "Qwen3VL").replace("SmolVLM", "Idefics3")
         assert copied == towers[other]
-
-
-@pytest.mark.parametrize("path", QUICK)
-def test_quick_files_exist(path):
-    assert (Path(__file__).parent / path).is_file()

@@ -13,7 +13,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
 )
@@ -392,19 +391,14 @@ def test_bad_input(options, message):
 CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 
 
-@pytest.mark.parametrize(
-    ("model", "shown"),
-    [("demo", "'demo'"), (CONFIG, "LlamaConfig {.*}"), (LlamaForCausalLM, "<class '.*ForCausalLM'>")],
-    ids=["name", "config", "class"],
-)
-def test_what_is_no_model(model, shown):
+def test_what_is_no_model():
     for look in (verify, probe, FastLanguageModel.for_inference, FastLanguageModel.for_training):
-        with pytest.raises(InputError, match=f"^model is {shown}; give a transformers model, or a PEFT"):
-            look(model)
-    with pytest.raises(InputError, match=f"^model is {shown}; give what from_pretrained returned first$"):
-        FastLanguageModel.get_peft_model(model)
+        with pytest.raises(InputError, match=r"^model is 'demo'; give a transformers model, or a PEFT"):
+            look("demo")
+    with pytest.raises(InputError, match=r"^model is 'demo'; give what from_pretrained returned first$"):
+        FastLanguageModel.get_peft_model("demo")
     with pytest.raises(InputError, match=r"^cannot patch a [A-Za-z]+; give a transformers model"):
-        patch_model(model)
+        patch_model("demo")
 
 
 @pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
