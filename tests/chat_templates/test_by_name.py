@@ -61,35 +61,17 @@ def rendered(tokenizer, turns, **options):
     return tokenizer.apply_chat_template(turns, tokenize=False, **options)
 
 
-def test_every_format_is_compared():
-    assert RENDERED.keys() == CHAT_FORMATS.keys() == ASKED.keys()
-
-
 @table("name", FAMILIES)
 def test_what_it_writes(name):
     tokenizer = tokenizer_of(name)
     assert get_chat_template(tokenizer, name) is tokenizer
     assert rendered(tokenizer, WITH_SYSTEM) == RENDERED[name]
-    assert rendered(tokenizer, TURNS[:1], add_generation_prompt=True).endswith(ASKED[name])
-
-
-@table("name", FAMILIES)
-def test_what_is_asked_is_what_was_trained_on(name):
-    """The prompt of a generation is the begin of the text that was trained on."""
-    tokenizer = tokenizer_of(name)
-    get_chat_template(tokenizer, name)
     asked = rendered(tokenizer, TURNS[:1], add_generation_prompt=True)
-    trained = rendered(tokenizer, TURNS[:2])
-    assert trained.startswith(asked)
-
-
-@table("name", FAMILIES)
-def test_the_end_of_an_answer_ends_a_generation(name):
-    tokenizer = tokenizer_of(name)
-    get_chat_template(tokenizer, name)
-    end = CHAT_FORMATS[name].end or "<eos>"
-    assert tokenizer.eos_token == end
-    assert f"Yo{CHAT_FORMATS[name].before_end}{end}" in rendered(tokenizer, TURNS)
+    assert asked.endswith(ASKED[name])
+    assert rendered(tokenizer, TURNS[:2]).startswith(asked)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, *TURNS[1:]]
+    assert rendered(tokenizer, parts) == rendered(tokenizer, TURNS)
+    assert tokenizer.eos_token == (CHAT_FORMATS[name].end or "<eos>")
 
 
 @table("name", sorted(SPECIAL))
@@ -101,12 +83,6 @@ def test_a_vocabulary_without_the_token_keeps_its_size(name):
     assert tokenizer.eos_token == "<eos>"
     assert "Yo<eos>" in rendered(tokenizer, TURNS)
     assert CHAT_FORMATS[name].end not in rendered(tokenizer, TURNS)
-
-
-def test_the_token_stays_text_if_it_may_not_end_anything():
-    tokenizer = get_chat_template(tokenizer_of("chatml", special=False), "chatml", map_eos_token=False)
-    assert rendered(tokenizer, TURNS) == _CHATML
-    assert tokenizer.eos_token == "<eos>"
 
 
 @table("name", FAMILIES)
@@ -122,14 +98,9 @@ def test_answers_are_marked(name):
     assert learned.replace(" ", "") == f"Yo{ends}{thought}Ta{ends}".replace(" ", "")
 
 
-@pytest.mark.parametrize("spelling", ["qwen3-instruct", "Qwen-3-Instruct", "qwen3_instruct"])
-def test_spellings(spelling):
-    assert rendered(get_chat_template(tokenizer_of("chatml"), spelling), TURNS) == _CHATML
-
-
 def test_a_mapping():
     mapping = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
-    tokenizer = get_chat_template(tokenizer_of("chatml"), "chatml", mapping=mapping)
+    tokenizer = get_chat_template(tokenizer_of("chatml"), "ChatML", mapping=mapping)
     turns = [
         {
             "from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]),
@@ -144,12 +115,6 @@ def test_a_system_message():
     tokenizer = get_chat_template(tokenizer_of("chatml"), "chatml", system_message='Say "so"\n{{ x }}')
     assert rendered(tokenizer, TURNS).startswith('<|im_start|>system\nSay "so"\n{{ x }}<|im_end|>\n')
     assert rendered(tokenizer, WITH_SYSTEM) == _CHATML_SYSTEM + _CHATML
-
-
-def test_content_in_parts():
-    tokenizer = get_chat_template(tokenizer_of("gemma-3"), "gemma-3")
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, *TURNS[1:]]
-    assert rendered(tokenizer, parts) == rendered(tokenizer, TURNS)
 
 
 def test_thoughts_of_a_hybrid():
@@ -189,13 +154,6 @@ def test_refusals(given, says):
         get_chat_template(**{"tokenizer": tokenizer, **given})
     assert tokenizer.chat_template is None
     assert tokenizer.eos_token == "<eos>"
-
-
-def test_no_end_of_sequence():
-    tokenizer = tokenizer_of("alpaca")
-    tokenizer.eos_token = None
-    with pytest.raises(InputError, match="no eos_token"):
-        get_chat_template(tokenizer, "alpaca")
 
 
 @table(

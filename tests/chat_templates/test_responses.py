@@ -1,6 +1,5 @@
 """Labels on answers alone: found among token ids whatever the tokenizer joins, in packed rows and streams."""
 
-import random
 from itertools import chain
 from types import SimpleNamespace
 
@@ -20,16 +19,6 @@ from unsloth_pack.chat_templates import CHAT_FORMATS, get_chat_template, train_o
 from unsloth_pack.chat_templates.answers import TokenTexts
 
 PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}
-
-
-def conversation(number):
-    """Of one to three questions and answers."""
-    words = random.Random(number)
-    return [
-        {"role": role, "content": "".join(words.choices("abc .\n#<|>", k=words.randint(1, 12))) + "e"}
-        for _ in range(words.randint(1, 3))
-        for role in ("user", "assistant")
-    ]
 
 
 def tokenised(tokenizer, conversations):
@@ -80,7 +69,7 @@ def answers(name, tokenizer, turns):
 @table("streamed", [False, True], ids=["rows", "stream"])
 @table("packed", [False, True], ids=["apart", "packed"])
 @table("special", [True, False], ids=["special", "text"])
-@table("name", ["alpaca", "chatml", "gemma", "llama-3.1", "mistral", "phi-4", "qwen-3", "vicuna"])
+@table("name", ["alpaca", "chatml", "llama-3.1", "mistral", "qwen-3"])
 def test_answers_are_what_is_learned(name, special, packed, streamed):
     tokenizer = get_chat_template(tokenizer_of(name, special), name)
     plain = [[{**turn, "content": f"{turn['role']} {n}"} for turn in TURNS] for n in range(7)]
@@ -106,12 +95,6 @@ def joining_tokenizer():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="!", pad_token="!")
-
-
-def test_the_tokenizer_does_join(joining_tokenizer):
-    alone = joining_tokenizer("### A:\n")["input_ids"]
-    within = joining_tokenizer("x\n\n### A:\nabce\n")["input_ids"]
-    assert not any(within[at : at + len(alone)] == alone for at in range(len(within)))
 
 
 @given(st.lists(st.text("abc #\ne", min_size=1, max_size=9), min_size=1, max_size=6))
@@ -164,13 +147,6 @@ def test_documents_without_a_marker_are_counted(streamed, caplog):
     (said,) = [record.message for record in caplog.records]
     assert "of 13 documents 3 lack response_part and 2 lack instruction_part" in said
     assert streamed or "3 rows without a label are dropped" in said
-
-
-def test_nothing_is_said_of_whole_data(caplog):
-    tokenizer = tokenizer_of("chatml")
-    trainer = trainer_of(tokenizer, dataset_of(some_lack_a_marker(tokenizer)[:8]))
-    train_on_responses_only(trainer, **PARTS)
-    assert not caplog.records
 
 
 @table("streamed", [False, True], ids=["rows", "stream"])
@@ -265,12 +241,3 @@ def test_a_tool_that_answers_is_not_learned_as_an_answer():
     ids = tokenizer("<|im_start|>user\nq<|im_start|>assistant\na<|im_start|>assistant\nb")["input_ids"]
     trainer = train_on_responses_only(trainer_of(tokenizer, dataset_of([ids])), **PARTS)
     assert learned(tokenizer, trainer.train_dataset[0]["labels"]) == ["a", "b"]
-
-
-def test_conversations_at_random():
-    tokenizer = get_chat_template(tokenizer_of("chatml"), "chatml")
-    conversations = [conversation(number) for number in range(200)]
-    trainer = trainer_of(tokenizer, dataset_of(tokenised(tokenizer, conversations), packed=True))
-    train_on_responses_only(trainer)
-    got = joined(learned(tokenizer, row["labels"]) for row in trainer.train_dataset)
-    assert got == [text for turns in conversations for text in answers("chatml", tokenizer, turns)]

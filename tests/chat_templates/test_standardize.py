@@ -39,11 +39,6 @@ def test_aliases():
     assert made[0]["conversations"] == PLAIN[1:3]
 
 
-def test_other_data_stays_as_it_is():
-    data = Dataset.from_dict({"text": ["a"]})
-    assert standardize_sharegpt(data) is data
-
-
 @pytest.mark.parametrize(
     ("turns", "says"),
     [
@@ -62,6 +57,8 @@ def test_refusals(turns, says):
         standardize_sharegpt(rows(turns))
 
 
-def test_a_dict_of_splits_is_no_data_set():
+def test_what_has_no_conversations():
+    data = Dataset.from_dict({"text": ["a"]})
+    assert standardize_sharegpt(data) is data
     with pytest.raises(InputError, match="dataset is a dict"):
-        standardize_sharegpt({"train": rows(PLAIN)})
+        standardize_sharegpt({"train": data})
