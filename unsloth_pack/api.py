@@ -15,6 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from unsloth_pack.checkpoints.loading import (
+    check_loading,
+    check_loftq,
+    check_positions,
     load_adapter,
     load_model,
     load_tokenizer,
@@ -29,7 +32,6 @@ from unsloth_pack.checkpoints.loading import (
     weight_dtype,
 )
 from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabulary, save_adapter
-from unsloth_pack.checkpoints.weight_checks import check_loading, check_loftq, check_positions
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks, quantise_experts

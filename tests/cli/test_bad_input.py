@@ -141,7 +141,7 @@ def test_arguments_that_loftq_does_not_take(refused):
 
 
 def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.checkpoints.weight_checks.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.is_bitsandbytes_available", lambda: False)
     error = refused("--load_in_4bit")
     assert "load_in_4bit" in error
     assert "pip install" in error

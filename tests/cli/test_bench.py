@@ -160,7 +160,7 @@ def test_no_breakdown_of_a_run_that_failed(benched, answers):
 
 def test_fp8_is_for_the_patched_model(benched, answers, monkeypatch):
     # As on a GPU that has it
-    monkeypatch.setattr("unsloth_pack.checkpoints.weight_checks.check_loading", lambda *_: None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.check_loading", lambda *_: None)
     _, found = benched("--load_in_fp8")
     assert [case.load_in_fp8 for case in answers[1]] == [True] * len(answers[1])
     assert [run["weights"] == "fp8" for run in found["runs"]] == [True, True, False, False]

@@ -1,18 +1,21 @@
 """Models, tokenizers and adapters from folders or the hub. Each fault is an error of one line."""
 
+import json
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from peft import PeftConfig, PeftModel, PeftType
+from peft import LoftQConfig, PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -22,14 +25,15 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.checkpoints.names import GGUF, check_model_there, is_adapter
-from unsloth_pack.checkpoints.weight_checks import check_files, refuse_not_finite
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -41,6 +45,7 @@ _NOT_TAKEN = {  # options of transformers that callers may not give, and what to
     "quantization_config": "give load_in_4bit, load_in_8bit or load_in_fp8",
     "use_gradient_checkpointing": "give it to get_peft_model, or without an adapter call "
     "model.gradient_checkpointing_enable()",
+    "rope_scaling": "give rope_parameters whole, with rope_type and rope_theta",
     "config": "give the attributes that differ",
     "output_loading_info": "leave it out",
     "ignore_mismatched_sizes": "leave it out",
@@ -80,13 +85,11 @@ def _base_of(adapter: str) -> str:
             config = PeftConfig.from_pretrained(adapter)
     except _UNREADABLE as error:
         raise InputError(f"{path} cannot be read ({_reason(error)}); save it anew") from None
-    base = config.base_model_name_or_path
+    base, kind = config.base_model_name_or_path, config.peft_type
     if not isinstance(base, str) or not base:
         raise InputError(f"the adapter {adapter} does not name its base model; add base_model_name_or_path")
-    if config.peft_type != PeftType.LORA:
-        raise InputError(
-            f"the adapter {adapter} is of type {config.peft_type.value}; only LORA can be loaded"
-        )
+    if kind != PeftType.LORA:
+        raise InputError(f"the adapter {adapter} is of type {kind.value}; only LORA can be loaded")
     if is_adapter(base):
         raise InputError(
             f"the adapter {adapter} has another adapter, {base}, as its base; merge that one first, and name "
@@ -103,9 +106,6 @@ def _base_of(adapter: str) -> str:
 def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
     """Take out the options that say where files lie: configuration, tokenizer and weights all need them.
 
-    Args:
-        options: of transformers' `from_pretrained`.
-
     Raises:
         InputError: an option that from_pretrained does not take. Says what to give instead.
     """
@@ -113,15 +113,10 @@ def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"{name} is {options[name]!r}, which from_pretrained does not take; {_NOT_TAKEN[name]}"
         )
-    if (scaling := options.pop("rope_scaling", None)) is not None:
-        raise InputError(
-            f"rope_scaling is {scaling!r}, which transformers 5 takes within rope_parameters; give those "
-            "whole, with rope_type and rope_theta"
-        )
     return {name: options.pop(name) for name in _FILE_OPTIONS if name in options}
 
 
-def load_config(source: str, **options: Any) -> Any:
+def load_config(source: str, **options: Any) -> PretrainedConfig:
     """The configuration of a model.
 
     Raises:
@@ -130,15 +125,8 @@ def load_config(source: str, **options: Any) -> Any:
     return split_config(source, **options)[0]
 
 
-def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The configuration of a model, and the options that are no attributes of it.
-
-    Args:
-        options: those that are attributes of the configuration replace them.
-
-    Raises:
-        InputError: as `load_config`.
-    """
+def split_config(source: str, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """As `load_config`, with attributes replaced by options of their names, and the other options."""
     config, others = load_with(AutoConfig, source, return_unused_kwargs=True, **options)
     try:
         config.validate()  # as saving does: an option may contradict the file
@@ -177,11 +165,7 @@ def own_device() -> dict[str, Any]:
 
 
 def tokenizer_folder(model_name: str) -> str:
-    """Where the tokenizer of a model lies: beside an adapter that was saved with one, else in its base model.
-
-    Raises:
-        InputError: as `resolve`.
-    """
+    """Where the tokenizer of a model lies: beside an adapter saved with one, else in its base model."""
     source, adapter = resolve(model_name)
     has_own = adapter is not None and os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
     return adapter if adapter and has_own else source
@@ -246,7 +230,7 @@ class _AlwaysSaved(GenerationConfig):
         super().validate(user_set_attributes=user_set_attributes)
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PretrainedConfig | None) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """The class that loads a model: one of vision and language has its own where it is no causal model."""
     of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -260,6 +244,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         InputError: the adapter is cut, of another base model, not finite, or pickled.
     """
     complaint = f"cannot load the adapter {adapter} onto its base model"
+    remedy = "give the base model that it was trained on, or save it anew"
     check_files(adapter, "adapter", use_safetensors)
     try:
         with _without_reports(), placeholder_stacks(model):
@@ -268,9 +253,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
     except (*_UNREADABLE, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise InputError(
-            f"{complaint}: {_reason(error)}; give the base model that it was trained on, or save it anew"
-        ) from error
+        raise InputError(f"{complaint}: {_reason(error)}; {remedy}") from error
     faults = {
         "lacks {} weights": found.missing_keys,
         # With added tokens PEFT saves an embedding or head in `modules_to_save` twice, once under this name:
@@ -280,10 +263,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
     }
     for fault, keys in faults.items():
         if keys:
-            raise InputError(
-                f"{complaint}: it {fault.format(len(keys))}, the first is {min(keys)}; give the base model "
-                "that it was trained on, or save it anew"
-            )
+            raise InputError(f"{complaint}: it {fault.format(len(keys))}, the first is {min(keys)}; {remedy}")
     refuse_not_finite(adapted, complaint)
     return adapted
 
@@ -300,18 +280,17 @@ def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
     except (SafetensorError, OSError):  # `load_adapter` refuses the file
         return
     embedding: Any = model.get_input_embeddings()
-    has = embedding.num_embeddings
-    needs = max(trained_tokens(PeftConfig.from_pretrained(adapter)), default=-1) + 1
-    if not sizes and needs > has:
-        sizes = {needs}
-    if len(sizes) == 1 and sizes != {has}:
+    needed = max(trained_tokens(PeftConfig.from_pretrained(adapter)), default=-1) + 1
+    if not sizes and needed > embedding.num_embeddings:
+        sizes = {needed}
+    if len(sizes) == 1 and sizes != {embedding.num_embeddings}:
         model.resize_token_embeddings(sizes.pop(), mean_resizing=False)  # the adapter holds the new rows
 
 
-def trained_tokens(config: Any) -> list[int]:
+def trained_tokens(config: PeftConfig) -> list[int]:
     """The tokens that an adapter trains by their rows alone."""
-    found = getattr(config, "trainable_token_indices", None) or []
-    return found if isinstance(found, list) else [token for ids in found.values() for token in ids]
+    tokens = getattr(config, "trainable_token_indices", None) or []
+    return tokens if isinstance(tokens, list) else [token for ids in tokens.values() for token in ids]
 
 
 def load_with(auto_class: Any, source: str, **options: Any) -> Any:
@@ -327,25 +306,22 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
         if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # of the device
             raise
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown and unknown[1] in options:
-            given = f"{unknown[1]}={options[unknown[1]]!r}"
+        if unknown and (name := unknown[1]) in options:
             raise InputError(
-                f"from_pretrained does not know {given}; correct the name, or leave it out"
+                f"from_pretrained does not know {name}={options[name]!r}; correct the name, or leave it out"
             ) from error
+        said, remedy = _reason(error), "correct its files, or download it again"
         if "trust_remote_code=True" in str(error):
+            said = "it comes with code of its own, which is not run"
             remedy = "its architecture is none of transformers', so choose another model"
             if "Tokenizer" in auto_class.__name__ or "Processor" in auto_class.__name__:
                 remedy = (
                     "if you trust that, load it in Python with FastLanguageModel.from_pretrained(..., "
                     "trust_remote_code=True)"
                 )
-            raise InputError(
-                f"cannot load {source}: it comes with code of its own, which is not run; {remedy}"
-            ) from error
-        remedy = "correct its files, or download it again"
-        if not os.path.isdir(source):
+        elif not os.path.isdir(source):
             remedy = GGUF if "gguf" in source.lower() else "check the name and the network, or give a folder"
-        raise InputError(f"cannot load {source}: {_reason(error)}; {remedy}") from error
+        raise InputError(f"cannot load {source}: {said}; {remedy}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -369,10 +345,102 @@ def _without_reports() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-# How bitsandbytes quantises the weights of a model that is loaded.
+def check_loading(
+    max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool = False
+) -> None:
+    """Refuse a row length below 1, and forms of weights that contradict each other or cannot run here.
+
+    Raises:
+        InputError: names the argument, its value and the remedy.
+    """
+    require_whole("max_seq_length", max_seq_length, 1)
+    flags = {"load_in_4bit": in_4bit, "load_in_8bit": in_8bit, "load_in_fp8": in_fp8}
+    forms = [name for name, is_set in flags.items() if is_set]
+    if len(forms) > 1:
+        raise InputError(f"{' and '.join(forms)} are set together; choose one", about=forms)
+    if full and forms:
+        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {forms[0]}", about=forms)
+    if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+        raise InputError(
+            f"load_in_fp8=True needs a GPU of compute capability 8.9 or more, this is {where}; use bfloat16, "
+            "load_in_8bit or load_in_4bit",
+            about="load_in_fp8",
+        )
+    if (in_4bit or in_8bit) and not is_bitsandbytes_available():
+        raise InputError(
+            f"{forms[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'",
+            about=forms,
+        )
 
 
-def refuse_stored_quantised(source: str, config: Any, in_4bit: bool, in_8bit: bool, in_fp8: bool) -> None:
+def check_positions(max_seq_length: int, model_name: str, text_config: PretrainedConfig) -> None:
+    """Refuse rows that are longer than the model has positions."""
+    if max_seq_length > text_config.max_position_embeddings:
+        raise InputError(
+            f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
+            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters",
+            about="max_seq_length",
+        )
+
+
+def check_loftq(loftq_config: Mapping[str, object]) -> None:
+    """Refuse arguments that are not LoftQ's, and LoftQ where PEFT cannot compute it."""
+    known = [each.name for each in fields(LoftQConfig)]
+    if unknown := [name for name in loftq_config if name not in known]:
+        raise InputError(
+            f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}",
+            about=f"loftq_config.{unknown[0]}",
+        )
+    if not torch.cuda.is_available():
+        given = json.dumps(dict(loftq_config))
+        raise InputError(
+            f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out",
+            about="loftq_config",
+        )
+
+
+def check_files(folder: str, what: str, use_safetensors: bool) -> None:
+    """Refuse weights in files that are cut, or that can run code when they are read."""
+    if not use_safetensors:
+        return
+    names = sorted(os.listdir(folder))
+    weights = [os.path.join(folder, name) for name in names if name.endswith(".safetensors")]
+    for path in weights:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not whole safetensors ({error}); download or save it again") from None
+    if not weights and any(name.endswith(".bin") for name in names):
+        raise InputError(
+            f"{folder} holds only pickled weights, which can run code when loaded; save the {what} as "
+            "safetensors, or pass use_safetensors=False if you trust it"
+        )
+    if not weights:
+        raise InputError(f"{folder} holds no safetensors; download or save the {what} again")
+
+
+def refuse_not_finite(model: nn.Module, complaint: str) -> None:
+    """Refuse weights that hold an infinity or a NaN; `complaint` begins the error."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.element_size() > 1 and not is_finite(weight):
+            raise InputError(
+                f"{complaint}: weight {name} is not finite as {weight.dtype}; choose another dtype, or "
+                "download the weights again"
+            )
+
+
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether no number of a weight is infinite or NaN."""
+    if weight.is_meta or not weight.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all())
+
+
+def refuse_stored_quantised(
+    source: str, config: PretrainedConfig, in_4bit: bool, in_8bit: bool, in_fp8: bool
+) -> None:
     """Refuse to quantise weights that are stored in another quantised form.
 
     Raises:
@@ -380,10 +448,11 @@ def refuse_stored_quantised(source: str, config: Any, in_4bit: bool, in_8bit: bo
     """
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, dict) else stored.to_dict()
-    asked = [name for name, given in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if given]
-    held = [name for name in ("4bit", "8bit") if stored.get(f"load_in_{name}")]  # by bitsandbytes
-    method = stored.get("quant_method") or "".join(held)
-    if not asked or not method or asked == held:
+    flags = {"4bit": in_4bit, "8bit": in_8bit, "fp8": in_fp8}
+    wanted = [name for name, is_set in flags.items() if is_set]
+    by_bitsandbytes = [name for name in ("4bit", "8bit") if stored.get(f"load_in_{name}")]
+    method = stored.get("quant_method") or "".join(by_bitsandbytes)
+    if not wanted or not method or wanted == by_bitsandbytes:
         return
     remedy = "leave that out, or load weights in 16 bits"
     if method == "mxfp4":
@@ -391,16 +460,16 @@ def refuse_stored_quantised(source: str, config: Any, in_4bit: bool, in_8bit: bo
             "leave that out, and its weights are dequantised to 16 bits; to train them in fewer, load what "
             "save_pretrained_merged makes of them"
         )
-    raise InputError(f"load_in_{asked[0]}=True, but {source} is stored in {method} already; {remedy}")
+    raise InputError(f"load_in_{wanted[0]}=True, but {source} is stored in {method} already; {remedy}")
 
 
 def quantization(
-    in_4bit: bool, in_8bit: bool, dtype: torch.dtype, kept: list[str] | None = None
+    in_4bit: bool, in_8bit: bool, dtype: torch.dtype, skipped: list[str] | None = None
 ) -> BitsAndBytesConfig | None:
     """How bitsandbytes quantises the weights: NF4 that computes in `dtype`, int8, or not at all.
 
     Args:
-        kept: paths of modules that stay as they are; None for the head alone.
+        skipped: paths of modules that are not quantised; None for the head alone.
     """
     if in_4bit:
         return BitsAndBytesConfig(
@@ -408,6 +477,6 @@ def quantization(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=kept,
+            llm_int8_skip_modules=skipped,
         )
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept) if in_8bit else None
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped) if in_8bit else None

@@ -99,8 +99,13 @@ def _parser() -> Parser:
 def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Write documents and packed rows; return the four runs over them, the patched packed one first."""
     from unsloth_pack.bench.measure import Case
-    from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
-    from unsloth_pack.checkpoints.weight_checks import check_loading, check_positions
+    from unsloth_pack.checkpoints.loading import (
+        check_loading,
+        check_positions,
+        load_config,
+        resolve,
+        weight_dtype,
+    )
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.validate import check_backend
 

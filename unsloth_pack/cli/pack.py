@@ -29,8 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     check_new_folder("out", out)
     check_sources(flags)
 
-    from unsloth_pack.checkpoints.loading import load_config, resolve
-    from unsloth_pack.checkpoints.weight_checks import check_positions
+    from unsloth_pack.checkpoints.loading import check_positions, load_config, resolve
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs

@@ -197,7 +197,7 @@ def _tracker_missing(name: str) -> InputError:
 
 
 def _check_loading(model: ModelOptions, adapter: AdapterOptions) -> None:
-    from unsloth_pack.checkpoints.weight_checks import check_loading, check_loftq
+    from unsloth_pack.checkpoints.loading import check_loading, check_loftq
 
     check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
     if adapter.loftq_config is not None:
@@ -249,8 +249,7 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     Args:
         source: folder or name of the base model.
     """
-    from unsloth_pack.checkpoints.loading import load_config
-    from unsloth_pack.checkpoints.weight_checks import check_positions
+    from unsloth_pack.checkpoints.loading import check_positions, load_config
     from unsloth_pack.run.trained import check_names_of_modules
 
     model, adapter = options.model, options.adapter
