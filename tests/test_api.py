@@ -366,7 +366,7 @@ def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_p
         ({"torch_dtype": "float16"}, "torch_dtype is 'float16', which .* does not take; give dtype"),
         ({"quantization_config": {}}, "does not take; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "from_pretrained does not take; give attn_backend"),
-        ({"rope_scaling": {"factor": 2}}, "takes within rope_parameters; give those whole, with rope_type"),
+        ({"rope_scaling": {"factor": 2}}, "does not take; give rope_parameters whole, with rope_type"),
         *(
             pytest.param({"device_map": place}, "device_map is .*, but there is no GPU", marks=NEEDS_NO_GPU)
             for place in ("cuda", {"": 0}, {"": "cuda:0"})

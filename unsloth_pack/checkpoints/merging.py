@@ -7,6 +7,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from unsloth_pack.checkpoints.loading import is_finite
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised
 from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit, why_not_dequantised
@@ -60,18 +62,13 @@ def merged_layer(layer: Any, path: str, parameters: dict[int, nn.Parameter]) -> 
         with torch.no_grad(), _exact_float32(layer), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns of what is checked here
             merged, agrees = _merge_copy(layer, shared)
+        why = "PEFT's merged layer computes something else"
     except (torch.OutOfMemoryError, InputError):
         raise
     except Exception as error:  # a tuner that cannot merge raises what it likes
-        reason = first_line(error).rstrip(".") or f"PEFT raises {type(error).__name__}"
-        raise InputError(
-            f"the adapter of {path}, {kind_of(layer)}, cannot be merged: {reason}; {REMEDY}"
-        ) from error
+        agrees, why = False, first_line(error).rstrip(".") or f"PEFT raises {type(error).__name__}"
     if not agrees:
-        raise InputError(
-            f"the adapter of {path}, {kind_of(layer)}, cannot be merged: PEFT's merged layer computes "
-            f"something else; {REMEDY}"
-        )
+        raise InputError(f"the adapter of {path}, {kind_of(layer)}, cannot be merged: {why}; {REMEDY}")
     return merged
 
 
@@ -84,7 +81,7 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     for wrapper in wrappers:
         _expect_float_base(wrapper)
     # A stack of experts is no function of one tensor; PEFT's forward adds to it what its merge adds.
-    probes = [] if isinstance(layer, ParamWrapper) else _probes(layer, base)
+    probes = [] if isinstance(layer, ParamWrapper) else [_probe(layer, base)]
     before = [copied(x) for x in probes]
     for wrapper in reversed(wrappers):  # from the inside
         wrapper.merge()
@@ -92,14 +89,12 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     if not all(map(is_finite, merged.parameters())):
         return merged, True  # refused by the name of the weight
     after = [merged(x) for x in probes]
-    agree = all(_agree(one, other, _TOLERANCE) for one, other in zip(after, before, strict=True))
-    if agree and not _is_plain_layer(base):
+    agrees = all(map(partial(_agree, tolerance=_TOLERANCE), after, before))
+    if agrees and not all(map(_holds_numbers, base.parameters())):
         # Some tuners read the bytes of a quantised weight as if they were its numbers
         called = [_called(layer, x) for x in probes]
-        agree = all(
-            _agree(one, other, _QUANTISED_TOLERANCE) for one, other in zip(after, called, strict=True)
-        )
-    return merged, agree
+        agrees = all(map(partial(_agree, tolerance=_QUANTISED_TOLERANCE), after, called))
+    return merged, agrees
 
 
 class _CopyWithoutGraph(TorchFunctionMode):
@@ -120,8 +115,8 @@ def _tuner_layers(layer: Any) -> Iterator[Any]:
 
 
 def _active_but_not_merged(layer: Any) -> list[str]:
-    held = {adapter for name in layer.adapter_layer_names for adapter in getattr(layer, name)}
-    return [adapter for adapter in layer.active_adapters if adapter in held - {*layer.merged_adapters}]
+    own = {adapter for name in layer.adapter_layer_names for adapter in getattr(layer, name)}
+    return [adapter for adapter in layer.active_adapters if adapter in own - {*layer.merged_adapters}]
 
 
 def _float32_copy(layer: nn.Module) -> nn.Module:
@@ -152,18 +147,18 @@ def _expect_float_base(layer: Any) -> None:
         layer.__dict__.setdefault("fan_in_fan_out", False)
 
 
-def _probes(layer: Any, base: nn.Module) -> list[Tensor]:
-    """Inputs that show what a layer computes: ids of an embedding, else random vectors."""
+def _probe(layer: Any, base: nn.Module) -> Tensor:
+    """An input that shows what a layer computes: ids of an embedding, else random vectors."""
     weight = base.weight
     assert isinstance(weight, Tensor)
     if isinstance(base, nn.Embedding):
         last = base.num_embeddings - 1
         ids = {round(last * place / _N_IDS) for place in range(_N_IDS + 1)}
         ids.update(*getattr(layer, "token_indices", {}).values())
-        return [torch.tensor(sorted(ids), device=weight.device)[None]]
+        return torch.tensor(sorted(ids), device=weight.device)[None]
     size = base.in_features if isinstance(base, nn.Linear) else weight.shape[-1]
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, _N_PROBES, size, generator=generator, device="cpu").to(weight.device)]
+    return torch.randn(1, _N_PROBES, size, generator=generator, device="cpu").to(weight.device)
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
@@ -186,8 +181,7 @@ def kind_of(layer: Any) -> str:
     """A tuner as PEFT calls it, with the variants of LoRA."""
     tuner = type(layer).__module__.split(".")[2].upper()  # peft.tuners.ia3.layer
     variants = {
-        type(variant).__name__.removesuffix("Variant")
-        for variant in getattr(layer, "lora_variant", {}).values()
+        type(one).__name__.removesuffix("Variant") for one in getattr(layer, "lora_variant", {}).values()
     }
     return " ".join([tuner, *sorted(variants)])
 
@@ -208,14 +202,9 @@ def _exact_float32(layer: nn.Module) -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def is_finite(weight: Tensor) -> bool:
-    """Whether no number of a weight is infinite or NaN."""
-    return not weight.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all())
-
-
-def _is_plain_layer(layer: nn.Module) -> bool:
-    """Whether the weight of a layer is held as the numbers that it stands for."""
-    return all(weight.is_floating_point() and weight.element_size() > 1 for weight in layer.parameters())
+def _holds_numbers(weight: Tensor) -> bool:
+    """Whether a weight is stored as its numbers, and not quantised."""
+    return weight.is_floating_point() and weight.element_size() > 1
 
 
 def own_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -238,11 +227,11 @@ def _weight(linear: nn.Linear) -> Tensor:
         raise InputError(
             f"a linear layer cannot be merged: {why}; load the model anew and merge it before use"
         )
-    held = linear.weight
+    weight = linear.weight
     try:
         return dequantize_module_weight(linear)
     finally:
-        linear.weight = held  # of int8 on a CPU, PEFT leaves a weight that cannot be called
+        linear.weight = weight  # of int8 on a CPU, PEFT leaves a weight that cannot be called
 
 
 # Merge a large layer in blocks of rows.
@@ -254,58 +243,38 @@ LARGE = 8192  # rows; layers with fewer are merged as a whole
 _N_BLOCKS = 64
 
 
-def can_be_cut(layer: Any) -> bool:
-    """Whether a tuner layer is large, and each row of its merged weight depends on that row alone."""
-    base, tokens = base_layer_of(layer), _tokens_of(layer)
-    wrappers = [layer] if tokens is None or tokens is layer else [layer, tokens]
-    if wrappers[-1].base_layer is not base or not _is_plain(base):
-        return False
-    return len(base.weight) > LARGE and all(map(_goes_by_rows, wrappers))
-
-
-def base_layer_of(layer: Any) -> Any:
-    """The layer below a tuner layer, and below the trained tokens of a tied head."""
+def _base_and_tokens(layer: Any) -> tuple[nn.Module, TrainableTokensLayer | None]:
+    """The layer below a tuner layer, and the trained tokens that it is, or that lie below its LoRA."""
     base = layer.get_base_layer()
-    return base.token_adapter.get_base_layer() if isinstance(base, TrainableTokensWrapper) else base
+    if isinstance(base, TrainableTokensWrapper):  # of a tied head
+        return base.token_adapter.get_base_layer(), base.token_adapter
+    return base, layer if isinstance(layer, TrainableTokensLayer) else None
 
 
-def _tokens_of(layer: Any) -> Any:
-    """The trained tokens that a tuner layer is, or that lie below its LoRA; None if there are none."""
-    if isinstance(layer, TrainableTokensLayer):
-        return layer
-    below = layer.get_base_layer()
-    return below.token_adapter if isinstance(below, TrainableTokensWrapper) else None
-
-
-def _is_plain(base: nn.Module) -> bool:
-    """Whether a layer is a matrix of numbers, which lies somewhere, and perhaps a bias."""
-    weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor):
+def _goes_by_rows(layer: Any) -> bool:
+    """Whether a tuner layer is large, and each row of its merged weight depends on that row alone."""
+    base, tokens = _base_and_tokens(layer)
+    inner = tokens or layer
+    if inner.base_layer is not base or not isinstance(base, nn.Linear | nn.Embedding):
         return False
-    held = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
     names = {name for name, _ in base.named_parameters()}
-    is_saved_alone = names <= {"weight", "bias"} and base.state_dict().keys() == names
-    return held and weight.dim() == 2 and is_saved_alone and isinstance(base, nn.Linear | nn.Embedding)
-
-
-def _goes_by_rows(wrapper: Any) -> bool:
-    if wrapper.merged or wrapper.disable_adapters:
+    if not names <= {"weight", "bias"} or base.state_dict().keys() != names:
         return False
-    if isinstance(wrapper, TrainableTokensLayer):
-        return len(wrapper.active_adapters) == 1
-    is_known = isinstance(wrapper, LoraLinear | LoraEmbedding)
-    return is_known and not (
-        wrapper.lora_variant or any(wrapper.lora_bias.values()) or getattr(wrapper, "fan_in_fan_out", False)
+    is_known = isinstance(layer, LoraLinear | LoraEmbedding) and not (
+        layer.lora_variant or any(layer.lora_bias.values()) or getattr(layer, "fan_in_fan_out", False)
+    )
+    return (
+        (len(base.weight) > LARGE and _holds_numbers(base.weight) and not base.weight.is_meta)
+        and not any(each.merged or each.disable_adapters for each in (layer, inner))
+        and (tokens is None or len(tokens.active_adapters) == 1)
+        and (layer is tokens or is_known)
     )
 
 
-def blocks_of(layer: Any) -> Iterator[tuple[slice, nn.Module]]:
-    """Rows, and a layer of these alone: a tuner layer still to be merged, or one without an adapter.
-
-    Args:
-        layer: of which `can_be_cut` is true.
-    """
-    base, tokens = base_layer_of(layer), _tokens_of(layer)
+def _blocks_of(layer: Any) -> Iterator[tuple[slice, nn.Module]]:
+    """Rows, and a layer of these alone: a tuner layer still to be merged, or one without an adapter."""
+    base, tokens = _base_and_tokens(layer)
+    assert isinstance(base.weight, Tensor)
     n_rows = len(base.weight)
     step = -(-n_rows // _N_BLOCKS)
     for start in range(0, n_rows, step):
@@ -324,8 +293,8 @@ def _rows_of(base: nn.Module, rows: slice) -> nn.Module:
         block: Any = nn.Embedding(n_rows, n_columns, device="meta")
     else:
         block = nn.Linear(n_columns, n_rows, getattr(base, "bias", None) is not None, device="meta")
-    for name, held in base.named_parameters():
-        block.register_parameter(name, nn.Parameter(held.detach()[rows]))
+    for name, weight in base.named_parameters():
+        block.register_parameter(name, nn.Parameter(weight.detach()[rows]))
     return block
 
 
@@ -400,16 +369,14 @@ def are_equal_merged(model: nn.Module, one: str, other: str, dtype: torch.dtype)
     modules = [base.get_submodule(path) for path in paths]
     if not any(type(module).__module__.startswith("peft.") for module in modules):
         return getattr(modules[0], "weight", None) is getattr(modules[1], "weight", None)
-    digests = [_digest(model, path, dtype) for path in paths]
+    digests = []
+    for module, path in zip(modules, paths, strict=True):  # no two weights are held at once
+        digest = hashlib.blake2b()
+        for _, weight in _Merging(model, dtype).visit(module, path):
+            digest.update(weight.flatten().view(torch.uint8).numpy().data)
+            del weight
+        digests.append(digest.digest())
     return digests[0] == digests[1]
-
-
-def _digest(model: nn.Module, path: str, dtype: torch.dtype) -> bytes:
-    """Of a module's merged weights. No two of them are held at once."""
-    found = hashlib.blake2b()
-    for _, weight in _Merging(model, dtype).visit(base_of(model).get_submodule(path), path):
-        found.update(weight.flatten().view(torch.uint8).numpy().data)
-    return found.digest()
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
@@ -420,11 +387,7 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 
 class _Merging:
-    """Walks over a model and gives its merged weights, one after the other.
-
-    Args:
-        dtype: of the weights.
-    """
+    """Walks over a model and gives its merged weights in `dtype`, one after the other."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._dtype = dtype
@@ -440,7 +403,7 @@ class _Merging:
                 raise InputError(f"the adapter of {path} is disabled; enable it before it is merged")
         if isinstance(module, ModulesToSaveWrapper | TrainableTokensWrapper):
             yield from self.visit(_module_in_use(module), path)
-        elif isinstance(module, BaseTunerLayer) and can_be_cut(module):
+        elif isinstance(module, BaseTunerLayer) and _goes_by_rows(module):
             yield from self._by_rows(module, path)
         elif isinstance(module, BaseTunerLayer):
             merged = merged_layer(module, path, self._parameters)
@@ -474,17 +437,18 @@ class _Merging:
 
     def _by_rows(self, layer: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
         """As `_own` of the merged layer, of which only some rows are held in float32 at once."""
-        base = dict(own_weights(base_layer_of(layer)))
-        found = {n: torch.empty(w.shape, dtype=self._dtype, device="cpu") for n, w in base.items()}
-        for rows, block in blocks_of(layer):
-            merged = (
-                merged_layer(block, path, self._parameters) if isinstance(block, BaseTunerLayer) else block
-            )
+        weights = {
+            name: torch.empty(weight.shape, dtype=self._dtype, device="cpu")
+            for name, weight in own_weights(_base_and_tokens(layer)[0])
+        }
+        for rows, block in _blocks_of(layer):
+            is_adapted = isinstance(block, BaseTunerLayer)
+            merged = merged_layer(block, path, self._parameters) if is_adapted else block
             for name, weight in merged.named_parameters():
-                found[name][rows] = weight.detach()
+                weights[name][rows] = weight.detach()
             del merged, weight, block
-        for name in base:
-            yield self._stored(f"{path}.{name}", found.pop(name))
+        for name in [*weights]:
+            yield self._stored(f"{path}.{name}", weights.pop(name))
 
     def _stored(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         if weight.is_meta:
@@ -520,8 +484,8 @@ def _peft_models_of(base: nn.Module) -> list[PeftModel]:
     A method that a PEFT model lacks runs on its transformers model, which does not know its PEFT model.
     """
     alive = [one for one in gc.get_objects() if issubclass(type(one), PeftModel)]
-    made = [one for one in alive if "_modules" in vars(one)]  # not one that was refused, which an error holds
-    return [one for one in made if any(module is base for module in one.modules())]
+    whole = [one for one in alive if "_modules" in vars(one)]  # an error may hold one that was refused
+    return [one for one in whole if any(module is base for module in one.modules())]
 
 
 def _of_another_model(name: str, shape: object, expected: Tensor | None) -> InputError:
