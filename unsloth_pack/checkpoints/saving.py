@@ -3,8 +3,9 @@
 import copy
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from huggingface_hub import ModelCard, split_torch_state_dict_into_shards
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -37,11 +38,9 @@ from unsloth_pack.checkpoints.names import (
 )
 from unsloth_pack.errors import InputError
 
-# Write weights into safetensors files one at a time, so that memory holds one of them.
-#
-# safetensors writes a file from all of its tensors at once. Names, shapes and types are known beforehand
-# here,
-# and with them the place of every weight: the headers are written first, then each weight as it comes.
+# Write weights into safetensors files one at a time, so that memory holds one of them. safetensors writes a
+# file from all of its tensors at once. Here names, shapes and types are known beforehand, and with them the
+# place of every weight: the headers are written first, then each weight as it comes.
 
 _NAMES = "model{suffix}.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -66,15 +65,11 @@ def write_weights(
     expected: Mapping[str, Tensor],
     about: Mapping[str, str],
 ) -> None:
-    """Write weights into one safetensors file, or into several and an index.
+    """Write weights, which come in any order, into one safetensors file, or into several and an index.
 
     Args:
-        weights: name and tensor, on the CPU, in any order. A tensor may be freed once the next is asked for.
         expected: meta tensors of the same names, shapes and types.
         about: goes into the header of the one file, else into the index.
-
-    Raises:
-        KeyError: a weight that was not expected, or one that did not come.
     """
     plan = split_torch_state_dict_into_shards(
         {name: weight.contiguous() for name, weight in expected.items()},
@@ -106,18 +101,18 @@ def _write_header(path: Path, weights: Mapping[str, Tensor], about: Mapping[str,
     """
     in_order = sorted(weights.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
     header: dict[str, object] = {"__metadata__": dict(about)}
-    ends = 0
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
     for name, weight in in_order:
-        begins, ends = ends, ends + weight.numel() * weight.element_size()
-        shape = list(weight.shape)
-        header[name] = {"dtype": _DTYPES[weight.dtype], "shape": shape, "data_offsets": [begins, ends]}
+        places[name] = end, (end := end + weight.numel() * weight.element_size())
+        dtype, shape = _DTYPES[weight.dtype], list(weight.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": places[name]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + ends)
-    entries: dict[str, Any] = header
-    return {name: 8 + len(text) + entries[name]["data_offsets"][0] for name in weights}
+        file.truncate(8 + len(text) + end)
+    return {name: 8 + len(text) + start for name, (start, _) in places.items()}
 
 
 def converted_apart(
@@ -134,19 +129,15 @@ def converted_apart(
         groups: dict[str, dict[str, Tensor]] = {}
         for name, weight in expected.items():
             groups.setdefault(group_of(name), {})[name] = weight
-        found: dict[str, tuple[int, ...]] = {}
-        for group in groups.values():
-            found |= _shapes(convert(group))
-        if found == wanted:
+        if _shapes(dict(pair for group in groups.values() for pair in convert(group).items())) == wanted:
             return {name: group_of(name) for name in expected}
     return dict.fromkeys(expected, "")
 
 
 def _layer_of(name: str) -> str:
     """The path to the numbered layer that a weight lies in, or its own name."""
-    parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
-    return ".".join(parts[: number + 1])
+    layer = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
+    return layer[0] if layer else name
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -161,7 +152,7 @@ _VOCABULARY = "vocabulary_as_loaded"
 def save_pretrained_merged(
     model: nn.Module,
     save_directory: str | Path,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     save_method: SaveMethod = "merged_16bit",
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
@@ -185,23 +176,26 @@ def save_pretrained_merged(
             the base model of the adapter, a model that this function has not saved, or the adapter of a run.
     """
     check_save_method(model, save_method)
-    adapted = model if isinstance(model, PeftModel) and save_method == "lora" else None
     if not str(save_directory).strip():
         raise InputError(f"save_directory is {save_directory!r}; give a folder")
-
     target, with_tokenizer = Path(save_directory), tokenizer is not None
-    _refuse_the_base_of_an_adapter(model, target)
-    if adapted is not None:
+    base = str(base_of(model).name_or_path)
+    if isinstance(model, PeftModel) and target.is_dir() and os.path.isdir(base) and target.samefile(base):
+        raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
+    if save_method == "lora":
         last, replaces = ADAPTER_CONFIG, replaced_by_an_adapter(target, with_tokenizer)
     else:
         last, replaces = MODEL_CONFIG, replaced_by_a_model(target, with_tokenizer)
     with atomic_dir(target, last=[last], replaces=replaces) as folder:
-        if adapted is not None:
-            adapted.save_pretrained(str(folder), state_dict=state_dict)
+        if save_method == "lora":
+            assert isinstance(model, PeftModel)
+            model.save_pretrained(str(folder), state_dict=state_dict)
             if os.path.lexists(target / CARD):
                 (folder / CARD).unlink(missing_ok=True)
         else:
-            _write_merged(model, folder, _of_16_bits(model))
+            dtype = base_of(model).dtype
+            is_of_16_bits = dtype in (torch.bfloat16, torch.float16)
+            _write_merged(model, folder, dtype if is_of_16_bits else torch.bfloat16)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
@@ -225,7 +219,7 @@ def check_save_method(model: nn.Module, save_method: str) -> None:
 
 
 def save_in_own_dtype(
-    model: nn.Module, folder: Path, tokenizer: Any, dtype: torch.dtype | None = None
+    model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None
 ) -> None:
     """Save a whole model, adapters merged, in the type that its weights have, and its tokenizer.
 
@@ -240,14 +234,6 @@ def save_in_own_dtype(
     with atomic_dir(folder, last=[MODEL_CONFIG], replaces=replaced_by_a_model(folder, True)) as aside:
         _write_merged(model, aside, dtype or base_of(model).dtype)
         tokenizer.save_pretrained(aside)
-
-
-def _refuse_the_base_of_an_adapter(model: nn.Module, target: Path) -> None:
-    if not isinstance(model, PeftModel):
-        return
-    base = str(model.get_base_model().name_or_path)
-    if os.path.isdir(base) and os.path.isdir(target) and os.path.samefile(base, target):
-        raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
 
 
 def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
@@ -282,16 +268,14 @@ def remember_vocabulary(base: PreTrainedModel) -> None:
     base.__dict__[_VOCABULARY] = base.config.get_text_config().vocab_size
 
 
-def _of_16_bits(model: nn.Module) -> torch.dtype:
-    dtype = base_of(model).dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-
-
 def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     base = base_of(model)
     config = copy.deepcopy(base.config)
     config.__dict__.pop("quantization_config", None)
-    _restore_use_cache(base, config)
+    if _USE_CACHE in base.__dict__:
+        config.__dict__.pop("use_cache", None)
+        if (was := base.__dict__[_USE_CACHE]) is not None:
+            config.use_cache = was
     config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
     tied = (base._tied_weights_keys or {}) if config.tie_word_embeddings else {}
     if tied:
@@ -299,45 +283,34 @@ def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
             are_equal_merged(model, one, other, dtype) for one, other in tied.items()
         )
     left_out = tied.keys() if config.tie_word_embeddings else set()
-    _write_weights(model, base, dtype, left_out, folder)
+    expected = {name: w for name, w in expected_weights(base, dtype).items() if name not in left_out}
+    convert = partial(revert_weight_conversion, base)  # to the names that the hub's files have
+    converted = _converted(merged_weights(model, dtype), converted_apart(expected, convert), convert)
+    write_weights(folder, converted, convert(expected), SAVED_BY)
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
-def _write_weights(
-    model: nn.Module, base: PreTrainedModel, dtype: torch.dtype, left_out: Collection[str], folder: Path
-) -> None:
-    """Write the merged weights one after the other, under the names that the hub's files have."""
-    expected = {name: w for name, w in expected_weights(base, dtype).items() if name not in left_out}
-    convert = partial(revert_weight_conversion, base)  # takes stacked experts apart, for example
-    group_of = converted_apart(expected, convert)
-
-    def converted() -> Iterator[tuple[str, Tensor]]:
-        missing = Counter(group_of.values())
-        waiting: dict[str, dict[str, Tensor]] = {}
-        for name, weight in merged_weights(model, dtype):
-            if name in left_out:
-                continue
-            group = group_of[name]
-            waiting.setdefault(group, {})[name] = weight
-            del weight
-            missing[group] -= 1
-            if not missing[group]:
-                yield from convert(waiting.pop(group)).items()
-
-    write_weights(folder, converted(), convert(expected), SAVED_BY)
+def _converted(
+    weights: Iterable[tuple[str, Tensor]],
+    group_of: Mapping[str, str],
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights that have a group, converted as soon as their group is complete."""
+    missing = Counter(group_of.values())
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights:
+        if (group := group_of.get(name)) is None:
+            continue
+        waiting.setdefault(group, {})[name] = weight
+        del weight
+        missing[group] -= 1
+        if not missing[group]:
+            yield from convert(waiting.pop(group)).items()
 
 
 def remember_use_cache(base: nn.Module) -> None:
     """Note what the configuration of a loaded model says of its cache: a trainer turns it off for good."""
     config: Any = base.config
     base.__dict__.setdefault(_USE_CACHE, config.__dict__.get("use_cache"))
-
-
-def _restore_use_cache(base: PreTrainedModel, config: Any) -> None:
-    if _USE_CACHE not in base.__dict__:
-        return
-    config.__dict__.pop("use_cache", None)
-    if (was := base.__dict__[_USE_CACHE]) is not None:
-        config.use_cache = was
