@@ -134,18 +134,11 @@ class FastLanguageModel:
         check_positions(max_seq_length, model_name, text_config)
         tokenizer_source = tokenizer_folder(model_name)
         tokenizer = load_tokenizer(tokenizer_source, **hub)
-        model = load_model(
-            source,
-            config=config,
-            dtype=dtype,
-            device_map=_resolve_device_map(device_map),
-            quantization_config=quantization(
-                load_in_4bit, load_in_8bit, dtype, list_unquantised_modules(config)
-            ),
-            **hub,
-            **files,
-            **for_weights,
-        )
+        for_weights |= hub | files | {"config": config, "dtype": dtype}
+        unquantised = list_unquantised_modules(config)
+        quantised = quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
+        placed = _resolve_device_map(device_map)
+        model = load_model(source, device_map=placed, quantization_config=quantised, **for_weights)
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name, as a path into this package would not last. The configuration
@@ -226,9 +219,6 @@ class FastLanguageModel:
         if has_fp8 and (use_dora or loftq_config):
             name = "use_dora" if use_dora else "loftq_config"
             raise InputError(f"{name} needs the exact base weights; load without load_in_fp8")
-        loftq: dict[str, Any] = {}
-        if loftq_config:
-            loftq = {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
         target_modules = take_adapter_arguments(model, target_modules, lora_kwargs)
         if not lora_kwargs.pop("adapter_on_head", False):
             target_modules, modules_to_save = take_trained_ends(model, target_modules, modules_to_save)
@@ -244,22 +234,13 @@ class FastLanguageModel:
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
+        fields: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": r, "bias": bias, "use_dora": use_dora}
+        fields |= {"lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "use_rslora": use_rslora}
+        fields["modules_to_save"] = modules_to_save
+        if loftq_config:
+            fields |= {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
         try:
-            config = LoraConfig(
-                r=r,
-                lora_dropout=lora_dropout,
-                bias=bias,
-                modules_to_save=modules_to_save,
-                use_rslora=use_rslora,
-                use_dora=use_dora,
-                # Not by keyword: PEFT declares alpha an int, and takes any number
-                **{
-                    "lora_alpha": lora_alpha,
-                    "task_type": "CAUSAL_LM",
-                    **loftq,
-                    **targets.config_fields(r, lora_alpha, options),
-                },
-            )
+            config = LoraConfig(**fields | targets.config_fields(r, lora_alpha, options))
             with warnings.catch_warnings():  # PEFT matches these patterns against modules alone
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
                 # Saving and merging untie weights where they must

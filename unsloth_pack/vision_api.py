@@ -31,8 +31,6 @@ from unsloth_pack.models.spec import TOKEN_TYPES
 from unsloth_pack.modules import require_model
 from unsloth_pack.unsloth_arguments import take_collator_arguments
 
-_HUB = ("token", "revision", "trust_remote_code")
-
 
 class FastVisionModel:
     """Load a model of vision and language ready for packed training, and put an adapter on its parts.
@@ -76,20 +74,15 @@ class FastVisionModel:
             InputError: the model takes no images, or as `FastLanguageModel.from_pretrained`.
         """
         source, _ = resolve(model_name)
-        files = {name: kwargs[name] for name in kwargs if name in _HUB}
-        files |= take_file_options(dict(kwargs))
+        names = ("token", "revision", "trust_remote_code")
+        files = {name: kwargs[name] for name in names if name in kwargs} | take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
         tokens = get_image_tokens(config)
         image_source = find_processor_folder(model_name)
         image_processor = load_image_processor(image_source, config, max_pixels, min_pixels, **files)
+        quantised: dict[str, Any] = {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
         model, tokenizer = FastLanguageModel.from_pretrained(
-            model_name,
-            max_seq_length=max_seq_length,
-            dtype=dtype,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-            full_finetuning=full_finetuning,
-            **kwargs,
+            model_name, max_seq_length, dtype, full_finetuning=full_finetuning, **quantised, **kwargs
         )
         ImageTokenIds(tokens, tokenizer, config)
         return model, build_processor(image_source, image_processor, tokenizer, config, **files)
@@ -141,18 +134,9 @@ class FastVisionModel:
                     "choose parts with finetune_*, or give a pattern of whole paths"
                 )
             pattern = target_modules
-        return FastLanguageModel.get_peft_model(
-            model,
-            r=r,
-            target_modules=pattern,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            bias=bias,
-            modules_to_save=[*dict.fromkeys([*saved, *(modules_to_save or ())])] or None,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            random_state=random_state,
-            **kwargs,
-        )
+        kwargs |= {"use_gradient_checkpointing": use_gradient_checkpointing, "random_state": random_state}
+        kwargs["modules_to_save"] = [*dict.fromkeys([*saved, *(modules_to_save or ())])] or None
+        return FastLanguageModel.get_peft_model(model, r, pattern, lora_alpha, lora_dropout, bias, **kwargs)
 
     for_inference = staticmethod(FastLanguageModel.for_inference)
     for_training = staticmethod(FastLanguageModel.for_training)

@@ -31,7 +31,7 @@ def test_bytes_that_are_not_those_that_were_packed_are_refused(packed):
     (image,) = row[COLUMN]
     assert len(ONE) == len(OTHER)
     image["bytes"] = OTHER
-    with pytest.raises(InputError, match=r"^row 0, column 'messages': an image that has changed .*SHA-256"):
+    with pytest.raises(InputError, match=r"^row 0, column 'messages': an image that has changed"):
         collator()([row])
     assert collator(skip_broken=True)([row])["broken_images"] == 1
     del image["sha256"]  # as in packs of before

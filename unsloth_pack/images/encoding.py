@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
 from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class WritingEncoder(Encoder):
@@ -60,7 +63,7 @@ class WritingEncoder(Encoder):
 _ASKED, _ANSWERED = "a question 7", "an answer 7"
 
 
-def renders_strings(tokenizer: Any) -> bool:
+def renders_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if a chat template renders a turn whose content is a string.
 
     Those of Idefics, SmolVLM and LLaVA render only lists of parts, and silently drop a string.
@@ -184,7 +187,7 @@ class VisionEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         tokens: ImageTokens,
         make_images: ImageFamily,
         *,
@@ -195,7 +198,7 @@ class VisionEncoder:
         relabel: Relabel | None = None,
         skip_broken: bool = False,
         skip_overlong: bool = False,
-        config: Any = None,
+        config: PretrainedConfig | None = None,
     ):
         if overlong not in get_args(Overlong):
             raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
@@ -220,7 +223,7 @@ class VisionEncoder:
         self._renders_strings = renders_strings(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
-    def __call__(self, rows: Sequence[Any]) -> list[VisionDocument]:
+    def __call__(self, rows: Sequence[object]) -> list[VisionDocument]:
         """Encode some rows; skipped ones are counted.
 
         Raises:
@@ -236,7 +239,7 @@ class VisionEncoder:
         return documents
 
     def each(
-        self, rows: Iterable[Any], numbers: Iterable[int] | None = None
+        self, rows: Iterable[object], numbers: Iterable[int] | None = None
     ) -> Iterator[VisionDocument | None]:
         """Encode every row, even without a token in the loss; None for a skipped row.
 
@@ -248,7 +251,7 @@ class VisionEncoder:
         """
         return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
 
-    def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
+    def files(self, index: int, row: object) -> list[tuple[str, int, int]]:
         """List path, size and time of the row's image files.
 
         Raises:
@@ -261,10 +264,10 @@ class VisionEncoder:
             for about in [source.read_file(Path.stat)]
         ]
 
-    def _row(self, index: int, row: Any) -> ImageRow:
+    def _row(self, index: int, row: object) -> ImageRow:
         return image_row(index, row, self._folder, self._learned, self._tokens.texts)
 
-    def _document(self, index: int, row: Any) -> VisionDocument | None:
+    def _document(self, index: int, row: object) -> VisionDocument | None:
         try:
             parsed = self._row(index, row)
             images = [self._place(source, len(parsed.images)) for source in parsed.images]

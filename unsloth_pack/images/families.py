@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.family import RGB, ImageFamily, PreparedImage, side_of
@@ -21,6 +20,7 @@ from unsloth_pack.models.spec import MODALITIES
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+    from transformers import PretrainedConfig
 
 _MAX_SIDE = 4096  # pixels, above which Idefics' processors shrink every image
 

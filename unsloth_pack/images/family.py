@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import ImageSource, read_pixels
@@ -19,6 +18,7 @@ from unsloth_pack.models.spec import TOKEN_TYPES
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+    from transformers import PretrainedConfig
 
 RGB = 3
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unsloth_pack.data.encoding import IGNORE_INDEX
-from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.family import ImageFamily, PreparedImage
 from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages
 from unsloth_pack.packed_row.row import PackedRow
@@ -32,14 +31,14 @@ class RowWithImages:
     ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    arguments: dict[str, Any]
+    arguments: dict[str, Tensor]
 
     @classmethod
     def pack(
         cls,
         ids: Sequence[np.ndarray],
         labels: Sequence[np.ndarray],
-        images: Sequence[Sequence[Any]],
+        images: Sequence[Sequence[PreparedImage]],
         placeholder: int,
         make: ImageFamily,
     ) -> RowWithImages:
@@ -64,7 +63,7 @@ class RowWithImages:
             axes = found.axes(row, grids)
             positions = np.stack([row.positions, *axes])[:, None]
             row = add_axes(row, axes) if every else row  # a row of text is described by its lengths
-        arguments = {}
+        arguments: dict[str, Tensor] = {}
         if every:
             visual = np.flatnonzero(all_ids == placeholder)
             row = replace(row, visual=visual, both_ways=make.both_ways, _built={})
@@ -76,7 +75,7 @@ class RowWithImages:
         """The positions `[1, T]` for a model that takes `row`, which has the three axes."""
         return torch.from_numpy(self.row.positions)[None]
 
-    def on_host(self, described: Sequence[str]) -> dict[str, Any]:
+    def on_host(self, described: Sequence[str]) -> dict[str, object]:
         """Return the arguments; those in `described` as lists, which a trainer leaves on the host."""
         arguments = self.arguments.items()
         return {name: value.tolist() if name in described else value for name, value in arguments}

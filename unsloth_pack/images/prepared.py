@@ -25,7 +25,7 @@ from unsloth_pack.data.token_counts import FILES, SpanCounts
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import PlacedImage, VisionDocument, VisionEncoder
-from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.family import ImageFamily, PreparedImage
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source
 from unsloth_pack.images.rows import MARK
 
@@ -38,7 +38,7 @@ _USED = {
     *OF_TURNS,
     *("instruction", "input", "output", "system", "tools", "chat_template_kwargs"),
 }
-_IN_JSON = '"type": "image'  # as in `data.lossless_json`
+_IN_JSON = '"type": "image'  # as in `data.lossless_json`; `image_url` too
 _FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 
 
@@ -50,26 +50,12 @@ def image_document_schema() -> pa.Schema:
 
 
 def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False) -> dict[str, Any]:
-    """Return an image as a column's record.
-
-    Args:
-        folder: the root of its path.
-        keep_bytes: store the file's content instead of its path.
-
-    Raises:
-        UnreadableImage: its file cannot be read.
-    """
+    """Return an image as a column's record, with its path below `folder` or the file's content."""
     content = image.source.content
     if keep_bytes and isinstance(content, Path):
         content = image.source.read_file(Path.read_bytes)
-    record: dict[str, Any] = {
-        "height": image.height,
-        "width": image.width,
-        "tokens": image.cut.tokens,
-        "most_pixels": image.most_pixels,
-        "row": image.source.index,
-        "column": image.source.column,
-    }
+    record: dict[str, Any] = {"height": image.height, "width": image.width, "tokens": image.cut.tokens}
+    record |= {"row": image.source.index, "column": image.source.column, "most_pixels": image.most_pixels}
     if isinstance(content, Path):
         about = image.source.read_file(Path.stat)
         path = os.fspath(content)
@@ -91,19 +77,16 @@ def source_from_record(image: Mapping[str, Any], folder: Path | None) -> ImageSo
         UnreadableImage: its file is gone, or has changed since the record was written.
         InputError: its path leads out of the folder, or is relative without one.
     """
-    row, column = image["row"], image["column"]
+    row, column, recorded = image["row"], image["column"], image.get("sha256")
     if image["bytes"] is not None:
         source = ImageSource(row, column, image["bytes"])
-        recorded = image.get("sha256")
-        if recorded is not None and hashlib.sha256(image["bytes"]).hexdigest() != recorded:
-            problem = "an image that has changed since it was prepared (its SHA-256 is another)"
-            source.refuse(problem, "prepare it anew")
-        return source
-    source = parse_source(row, column, Path(image["path"]), folder)
-    about = source.read_file(Path.stat)
-    is_same = about.st_size == image["size"] and (
-        about.st_mtime_ns == image["mtime_ns"] or source.read_file(digest) == image.get("sha256")
-    )
+        is_same = recorded in (None, hashlib.sha256(image["bytes"]).hexdigest())
+    else:
+        source = parse_source(row, column, Path(image["path"]), folder)
+        about = source.read_file(Path.stat)
+        is_same = about.st_size == image["size"] and (
+            about.st_mtime_ns == image["mtime_ns"] or source.read_file(digest) == recorded
+        )
     if not is_same:
         source.refuse("an image that has changed since it was prepared", "prepare it anew")
     return source
@@ -143,7 +126,7 @@ def refuse_unmapped(dataset: datasets.Dataset) -> None:
             )
 
 
-def _is_text_only(feature: Any) -> bool:
+def _is_text_only(feature: object) -> bool:
     """True if a column holds strings, or turns of strings."""
     import datasets
 
@@ -163,7 +146,6 @@ class ImageDocumentMaker(SpanMaker):
     """Encode the documents of a data set with images.
 
     Args:
-        encode: encodes a row.
         folder: the root of image paths.
         keep_bytes: store the content of image files instead of their paths.
         settings: everything else that the documents depend on, as JSON; None if unknown.
@@ -278,7 +260,7 @@ def _without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     return plain
 
 
-def _undecoded(feature: Any) -> Any:
+def _undecoded(feature: object) -> Any:
     from dataclasses import replace
 
     import datasets
@@ -296,16 +278,8 @@ def decoded(
     size: tuple[int, int],
     most_pixels: int | None,
     of_document: int,
-) -> Any:
-    """Decode and prepare an image.
-
-    Args:
-        size: height and width in pixels, from its header.
-        most_pixels, of_document: as for its count of tokens, see `ImageFamily.cut`.
-
-    Raises:
-        UnreadableImage: the image cannot be read, or has another size.
-    """
+) -> PreparedImage:
+    """Decode and prepare an image; UnreadableImage if it has other tokens than its header said."""
     image = make(source, most_pixels, of_document)
     actual, expected = image.cut, make.cut(source, size, most_pixels, of_document)
     if actual != expected:
@@ -316,7 +290,9 @@ def decoded(
     return image
 
 
-def grey(make: ImageFamily, height: int, width: int, most_pixels: int | None, of_document: int) -> Any:
+def grey(
+    make: ImageFamily, height: int, width: int, most_pixels: int | None, of_document: int
+) -> PreparedImage:
     """Prepare a grey image of this size in pixels, in place of one that cannot be decoded."""
     from PIL import Image
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.rows import MARK
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ImageTokens:
     reserved: tuple[str, ...]
     processor: str
     writing: Writing = field(default_factory=Writing)
-    text_options: tuple[tuple[str, Any], ...] = ()
+    text_options: tuple[tuple[str, str], ...] = ()
     by_text: bool = False
     in_template: str = ""
 
@@ -159,7 +162,7 @@ IMAGE_TOKENS = {
 }
 
 
-def get_image_tokens(config: Any) -> ImageTokens:
+def get_image_tokens(config: PretrainedConfig) -> ImageTokens:
     """Return the image tokens of a model; InputError if it takes no images or is not supported."""
     model_type = config.model_type
     if model_type in IMAGE_TOKENS:
@@ -182,7 +185,9 @@ class ImageTokenIds:
         InputError: the tokenizer lacks a token, or the model has another image id.
     """
 
-    def __init__(self, tokens: ImageTokens, tokenizer: Any, config: Any = None):
+    def __init__(
+        self, tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None
+    ):
         vocabulary = tokenizer.get_vocab()
         around = [text for text in (tokens.start, tokens.end) if text]
         for text in (tokens.placeholder, *around, *tokens.writing.marks):

@@ -120,7 +120,7 @@ class CapturedTower(nn.Module):
             return run(patches)
         return self.tower_graphs.output(self, run, replace(patches, asked=options))
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Any, *args: object, **kwargs: object) -> Any:
         """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
         if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT builds new modules of this class
@@ -135,8 +135,8 @@ class FrozenTower(CapturedTower):
     """
 
     @no_compile
-    def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the tower, without gradients if it is frozen; then from CUDA graphs if launch-bound."""
+    def forward(self, pixel_values: Tensor, *args: object, **kwargs: object) -> Any:
+        """Run the tower; a frozen one without gradients, and from CUDA graphs if launch-bound."""
         theirs = super().forward
         with tower_gradients(self, pixel_values):
             if torch.is_grad_enabled() or args:
@@ -178,7 +178,7 @@ class FastTower(CapturedTower):
     interpolation_align_corners: bool
 
     @no_compile
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: object) -> Any:
         """Run transformers' forward with one attention call a layer, from CUDA graphs where that is faster.
 
         Args:
@@ -268,7 +268,7 @@ class FastPatchEmbed(nn.Module):
     is_frozen: bool
     proj: nn.Module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         embedded: Tensor = super().__call__(*args, **kwargs)
         return embedded.detach() if self.is_frozen else embedded
 
@@ -300,7 +300,7 @@ class FastTowerAttention(nn.Module):
         cu_seqlens: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         tower_rows: TowerRows | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Compute `[P, C]` from `[P, C]`.
 
@@ -332,7 +332,7 @@ class FastVariableSizeTower(CapturedTower):
     transformer: nn.Module
 
     @no_compile
-    def forward(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: object) -> Any:
         """Return the features of all patches, `[1, P, C]`.
 
         Args:
@@ -351,7 +351,7 @@ class FastVariableSizeTower(CapturedTower):
 
     @merge_with_config_defaults
     @capture_outputs
-    def _encode(self, patches: Patches, **kwargs: Any) -> Any:
+    def _encode(self, patches: Patches, **kwargs: object) -> Any:
         hidden_1PC, (row,) = self.ln_pre(patches.pixels[None]), patches.rows
         angles = self.patch_positional_embedding(hidden_1PC, patches.by_patch["places"])
         return self.transformer(
@@ -395,7 +395,7 @@ class FastVariableSizeAttention(nn.Module):
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         tower_rows: PackedRow | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `[1, P, C]` from `[1, P, C]`.
 
