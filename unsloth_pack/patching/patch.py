@@ -144,9 +144,7 @@ class Patch:
         """Return what is fused now: adapters may have come or gone since the patch."""
         if self._swapped:
             # Where `modules_to_save` copied a module, the copy computes
-            modules = [
-                module for path, module in self._decoder.named_modules() if ".original_module" not in path
-            ]
+            modules = [m for path, m in self._decoder.named_modules() if ".original_module" not in path]
             report_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
             loras = [module for module in modules if isinstance(module, LoraLayer)]
             report_loras(
@@ -159,10 +157,9 @@ class Patch:
         return self._report
 
     def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: object) -> None:
-        """Make `module` an instance of `fast` over its own class, with these instance attributes.
+        """Make `module` an instance of `fast` over its own class, with these attributes until the patch goes.
 
-        Args:
-            later: names of attributes that it may get while patched, and loses with the patch.
+        `later` names attributes that it may get meanwhile.
         """
         if isinstance(module, fast):  # layers may share it
             return
@@ -189,11 +186,10 @@ class Patch:
         """
         kinds = self.kinds
         for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
-            if type(module) not in kinds:
-                continue
-            module.__class__, attributes = kinds[type(module)]
-            for name in attributes:
-                module.__dict__.pop(name, None)
+            if type(module) in kinds:
+                module.__class__, attributes = kinds[type(module)]
+                for name in attributes:
+                    module.__dict__.pop(name, None)
         self._swapped.clear()
         self._uninstall_hooks()
         drop_wrapped_forward(self._model, FastCausalLM.forward)
@@ -284,9 +280,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     parts = DecoderParts.from_decoder(decoder, spec, choices)
     refuse_own_code(parts.list_replaced())
     patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
-    gate_and_up_plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
-    _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
-    _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
+    plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
+    _swap_inside_layers(patch, decoder, parts, spec, backend, plan)
+    _swap_decoder(patch, base, decoder, parts, spec, choices, plan)
     if base is not decoder and base.get_output_embeddings() is not None:
         vision_spec = vision_spec_for(base.config.model_type)
         _swap_causal_lm(patch, base, decoder, spec, vision_spec)
@@ -307,14 +303,11 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
 
 
 def _swap_inside_layers(
-    patch: Patch,
-    decoder: Any,
-    parts: DecoderParts,
-    spec: ArchSpec,
-    backend: str,
-    gate_and_up_plan: GateAndUpPlan,
+    patch: Patch, decoder: Any, parts: DecoderParts, spec: ArchSpec, backend: str, plan: GateAndUpPlan
 ) -> None:
-    plan = {"gate_and_up_plan": gate_and_up_plan}
+    def place_of(number: int) -> dict[str, object]:
+        return {"decoder_layer": decoder.layers[number], "number": number, "gate_and_up_plan": plan}
+
     if trains_tokens(embeddings := decoder.get_input_embeddings()):
         patch.swap(embeddings, FastTrainedTokens, ("places", "placed"))
     for mixer, module, choice in parts.mixers:
@@ -328,15 +321,13 @@ def _swap_inside_layers(
             patch.swap(layer, FastLayer)
     for number, mlp, projections in parts.mlps:
         if projections is not None:
-            layer = {"decoder_layer": decoder.layers[number], "number": number, **plan}
-            patch.swap(mlp, FastMLP, spec=spec, projections=projections, **layer)
+            patch.swap(mlp, FastMLP, spec=spec, projections=projections, **place_of(number))
     for activation in parts.activations:
         patch.swap(activation, FAST_ACTIVATIONS[type(activation)])
     for number, experts, gate in parts.experts:
         if gate is not None:
-            layer = {"decoder_layer": decoder.layers[number], "number": number, **plan}
             act = getattr(experts, "act_fn", None)
-            patch.swap(experts, FastExperts, gate=gate, gate_module=act, **layer)
+            patch.swap(experts, FastExperts, gate=gate, gate_module=act, **place_of(number))
     for loras, kind in ((parts.loras, FastLoraLinear), (parts.expert_loras, FastExpertsLora)):
         for lora in loras:
             patch.swap(lora, kind)
@@ -349,7 +340,7 @@ def _swap_decoder(
     parts: DecoderParts,
     spec: ArchSpec,
     choices: Sequence[Choice],
-    gate_and_up_plan: GateAndUpPlan,
+    plan: GateAndUpPlan,
 ) -> None:
     tables = rotary_tables(decoder, spec)
     why_never = _why_never_captured(decoder, parts, tables, choices)
@@ -360,7 +351,7 @@ def _swap_decoder(
         spec=spec,
         rotary_tables=tables,
         step_graphs=graphs,
-        gate_and_up_plan=gate_and_up_plan,
+        gate_and_up_plan=plan,
         unpadding=patch.unpadding,
         leak_probe=DecoderProbe(patch.report.attn_backend),
         kernels_are_compiled=False,

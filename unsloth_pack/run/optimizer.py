@@ -159,7 +159,7 @@ def check_optimizer(arguments: "TrainingArguments") -> None:
 
     name = OptimizerNames(arguments.optim).value
     try:
-        kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:
         why, remedy = f"cannot be made ({first_line(error)})", "use adamw_torch"
         if name in _OF_TORCHAO:
@@ -170,3 +170,8 @@ def check_optimizer(arguments: "TrainingArguments") -> None:
         raise InputError(f"optim is {name!r}, which {why}; {remedy}") from None
     if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
         raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")
+    if kind.__module__.startswith("torch.optim."):
+        try:
+            kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+        except ValueError as error:
+            raise InputError(f"optim is {name!r}, which refuses optim_args: {error}; correct them") from None

@@ -187,11 +187,7 @@ class RunTrainer(SFTTrainer):
         if self.optimizer is None:
             if self._rates:
                 use_rates(self, self.model if model is None else model, self._rates)
-            try:
-                self.optimizer = super().create_optimizer(model)
-            except ValueError as error:
-                message = f"optim {self.args.optim} refuses its options: {error}; correct optim_args"
-                raise InputError(message, about="optim_args") from error
+            self.optimizer = super().create_optimizer(model)
             if self._masters_on_host:
                 self.optimizer = CpuMasterWeights(self.optimizer)
             if self._applies_in_backward:
