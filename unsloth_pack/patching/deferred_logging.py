@@ -67,14 +67,14 @@ def train(original: Callable[..., Any], trainer: "SFTTrainer", *args: object, **
 
 
 def is_patched(model: object) -> bool:
-    """Whether a causal language model, with or without an adapter of PEFT, is patched."""
+    """True if a causal language model, with or without an adapter of PEFT, is patched."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return isinstance(model, FastCausalLM)
 
 
 def replaces_loss(trainer: "SFTTrainer") -> bool:
-    """Whether TRL would compute the loss as `default_loss` does, of a patched model.
+    """True if TRL would compute the loss as `default_loss` does, of a patched model.
 
     Reading the sums gathers them. So with several processes, all of them have to log.
     """
@@ -279,7 +279,7 @@ def logging_of(trainer: "SFTTrainer") -> DeferredLogging:
 
 
 def can_line_wait(trainer: "SFTTrainer") -> bool:
-    """Whether a line may be written once the next update is launched, and that saves time."""
+    """True if a line may be written once the next update is launched, and that saves time."""
     control = trainer.control
     if control.should_evaluate or control.should_epoch_stop:
         return False
@@ -288,7 +288,7 @@ def can_line_wait(trainer: "SFTTrainer") -> bool:
 
 
 def is_on_gpu(args: TrainingArguments) -> bool:
-    """Whether a trainer with these arguments trains on a GPU, which computes while the host goes on."""
+    """True if a trainer with these arguments trains on a GPU."""
     return args.device.type == "cuda"
 
 

@@ -84,7 +84,7 @@ def _describe_padding(batch: Mapping[str, Any]) -> dict[str, PaddedBatch]:
 
 
 def is_trls(collate: object) -> bool:
-    """Whether a collator is TRL's own for language models, whose batches `RowCollator` knows."""
+    """True for TRL's own collator for language models, whose batches `RowCollator` knows."""
     name = f"{type(collate).__module__}.{type(collate).__name__}"
     return name == "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
 
@@ -179,7 +179,7 @@ class PrefetchIterator:
 
 
 def _is_safe_to_read_early(dataset: object) -> bool:
-    """Whether reading a row has no side effect: a data set of a user's may depend on the training so far."""
+    """True if reading a row has no side effect: a data set of a user's may depend on the training so far."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset):
         return False
@@ -379,7 +379,7 @@ class TrainerHooks:
 
 
 def _owner(method: Method) -> Any:
-    """The class of a method, or None while its module is not imported."""
+    """Return the class of a method, or None while its module is not imported."""
     return getattr(sys.modules.get(method[0]), method[1], None)
 
 

@@ -2,7 +2,7 @@
 
 output_dir/
   checkpoint-8/      whole
-  .saving/           what a save is writing, or was writing when the run was killed; nothing reads it
+  .saving/           of a save under way, or of one that was killed; nothing reads it
     checkpoint-12/
 """
 
@@ -39,12 +39,12 @@ STREAM_FILES = "stream_*.safetensors"  # where the stream of each process stood
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the most updates that is whole."""
+    """Return the whole checkpoint of the most updates."""
     return next((path for path in reversed(_checkpoints(folder)) if state_of(path) is not None), None)
 
 
 def state_of(checkpoint: Path) -> dict[str, Any] | None:
-    """The trainer's state in a checkpoint, or None if the checkpoint is not whole."""
+    """Return the trainer's state in a checkpoint, or None if the checkpoint is not whole."""
     optimizers = [path for name in _OPTIMIZERS if (path := checkpoint / name).is_file()]
     random_states = [*checkpoint.glob("rng_state*.pth")]  # one of each process
     streams = [*checkpoint.glob(STREAM_FILES)]  # one of each process, if the data streams
@@ -60,7 +60,7 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _weights(checkpoint: Path) -> list[Path]:
-    """Where the weights of a checkpoint are, or would be: of an adapter, or of a model, perhaps in shards."""
+    """Return the files of the weights, there or not: of an adapter, or of a model, perhaps in shards."""
     if (checkpoint / _MODEL_INDEX).is_file():
         with suppress(OSError, ValueError, LookupError, AttributeError):
             index = json.loads((checkpoint / _MODEL_INDEX).read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def _weights(checkpoint: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is there and has not been cut, as by a copy that was broken off."""
+    """True if a file is there and has not been cut, as by an interrupted copy."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
@@ -85,17 +85,17 @@ def _is_whole(path: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of updates before a checkpoint."""
+    """Return the number of updates before a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def lost_a_process(error: BaseException) -> bool:
-    """Whether `error` was raised because another process, which this one waited for, has ended."""
+    """True if `error` was raised because another process has ended."""
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """By number of updates, whole or not."""
+    """List checkpoints by number of updates, whole or not."""
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     return sorted(checkpoints, key=step_of)
 
@@ -150,7 +150,7 @@ class WholeCheckpoints:
         self._accelerator.wait_for_everyone()
 
     def _remove_oldest(self, folder: Path, aside: Path) -> None:
-        """Rename before deleting: what a kill leaves of a deleted checkpoint must not pass for one."""
+        """Rename before deleting: half of a checkpoint must not pass for one after a kill."""
         for old in _checkpoints(folder)[: -(self._arguments.save_total_limit or 2**31)]:
             if step_of(old) == self.best:
                 continue
@@ -165,7 +165,7 @@ class DelayedSaves(TrainerCallback):
         self.updates = updates
 
     def is_early(self, state: TrainerState) -> bool:
-        """Whether no checkpoint is made at this update."""
+        """True if no checkpoint is made at this update."""
         return state.global_step < min(self.updates, state.max_steps)
 
     def on_step_end(
@@ -190,7 +190,7 @@ class KeptBest(TrainerCallback):
 
 
 def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
-    """The checkpoint of the lowest evaluation loss, if there is one.
+    """Return the checkpoint of the lowest evaluation loss, or None.
 
     The trainer's own record names the folder that the checkpoint was written in, before it was moved.
     """
@@ -208,13 +208,13 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 def has_stopped_early(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint, of this trainer's state, was made where early stopping ended its run."""
+    """True if early stopping ended the run at the checkpoint with this state of the trainer."""
     count, patience = _evaluations_without_a_better(state)
     return 0 < patience <= count
 
 
 def _evaluations_without_a_better(state: Mapping[str, Any]) -> tuple[int, int]:
-    """How many there were, and how many end the run; (0, 0) if no number does."""
+    """Return how many there were, and how many end the run; (0, 0) if no number does."""
     saved = (state.get("stateful_callbacks") or {}).get(EarlyStopping.__name__)
     if saved is None:
         return 0, 0

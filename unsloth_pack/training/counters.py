@@ -1,4 +1,4 @@
-"""Count what a run trains on, its memory, and the losses of evaluated documents, over all processes."""
+"""Count the tokens and time of a run, its memory, and the losses of evaluated documents."""
 
 import gc
 import json
@@ -26,7 +26,7 @@ Count = Tensor | int  # a tensor may be on the device, and is not read before so
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """What a run has trained on."""
+    """Seconds and tokens of training."""
 
     seconds: float = 0.0
     tokens: int = 0  # without padding
@@ -35,7 +35,7 @@ class TokenCounter:
 
 
 class TokenCounts:
-    """Counts what a run trains on; a checkpoint holds the counts, so that a resumed run goes on counting."""
+    """Counts seconds and tokens of training; a resumed run goes on from the counts in its checkpoint."""
 
     def __init__(self) -> None:
         self._before = TokenCounter()  # by processes that have ended
@@ -47,7 +47,7 @@ class TokenCounts:
 
     @property
     def trained(self) -> TokenCounter:
-        """What this run has trained on, in all the processes that it took."""
+        """Return the counts over all processes, and all resumptions."""
         return TokenCounter(
             self._seconds(),
             int(self.tokens),
@@ -57,7 +57,7 @@ class TokenCounts:
 
     @property
     def tokens(self) -> Count:
-        """The tokens of `trained`."""
+        """Return the tokens of `trained`, perhaps on the device."""
         return self._before.tokens + self._tokens
 
     def _seconds(self) -> float:
@@ -65,7 +65,7 @@ class TokenCounts:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside this context the time counts."""
+        """Count the time inside this context."""
         self._started = time.monotonic()
         try:
             yield
@@ -115,7 +115,7 @@ class MemoryWatch:
             self._largest, self._peak = self._tokens, most_held()
 
     def use_at(self, error: BaseException, model: nn.Module, optimizer: Optimizer | None) -> MemoryUse | None:
-        """The memory in use when `error` was raised; None outside training or without CUDA.
+        """Return the memory in use when `error` was raised; None outside training or without CUDA.
 
         The frames of `error` are cleared: they hold the activations.
         """
@@ -133,19 +133,19 @@ class MemoryWatch:
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes of the GPU that this process could have, and that it holds; 0 without one."""
+    """Return the bytes of the GPU that this process could have, and those it holds; 0 without one."""
     if not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
 
 
 def most_held() -> int:
-    """Bytes of the GPU that this process held at most; the host knows them without waiting for the device."""
+    """Return the peak of GPU memory in bytes, which the host knows without waiting for the device."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _failed_bytes(error: BaseException) -> int:
-    """Bytes of the allocation that failed, as torch's message says."""
+    """Read the bytes of the failed allocation from torch's message."""
     match = re.search(r"Tried to allocate ([\d.]+) ([KMG])iB", str(error))
     return int(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]]) if match else 0
 
@@ -162,7 +162,7 @@ class DocumentLosses:
 
     @contextmanager
     def noted(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
-        """Inside this context the model is called once, with a batch, whose losses are kept."""
+        """Record the losses of the one batch that the model is called with inside this context."""
         outputs: list[Any] = []
         with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
             yield

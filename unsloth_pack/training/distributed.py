@@ -35,7 +35,7 @@ def use_fsdp_on_a_cpu(trainer: Trainer) -> None:
 
 
 def gather_trained(trainer: Trainer) -> dict[str, Tensor]:
-    """The trained parameters, whole, on the main process's CPU. Every process has to call this."""
+    """Gather the trained parameters on the main process's CPU. Every process has to call this."""
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.is_fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -49,7 +49,7 @@ def gather_trained(trainer: Trainer) -> dict[str, Tensor]:
 
 @contextmanager
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
-    """Inside this context a model is loaded whole, under ZeRO-3 too; the trainer shards it later.
+    """Load a model whole inside this context, under ZeRO-3 too; the trainer shards it later.
 
     transformers would shard it while it loads, and neither the checks of its weights nor the probe for leaks
     would see them.

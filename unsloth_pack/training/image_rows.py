@@ -51,7 +51,7 @@ class ImageRowCollator:
         self.skip_broken = skip_broken
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch of some rows; refuses images that changed, or that their tokens do not stand for."""
+        """Make the batch of some rows; refuse images that have changed, or do not match their tokens."""
         ids: list[np.ndarray] = []
         labels: list[np.ndarray] = []
         images: list[list[Any]] = []
@@ -85,14 +85,14 @@ class ImageRowCollator:
         return batch | ({BROKEN: n_broken} if n_broken else {})
 
     def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with `pixel_values` as numbers, computed on their device."""
+        """Normalise the `pixel_values` of a batch on their device."""
         pixels = batch.get(PIXELS)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             return batch
         return batch | {PIXELS: self.make_images.normalised(pixels)}
 
     def _decoded(self, image: Mapping[str, Any], of_document: int) -> Any:
-        """The image; None for a broken one that may be skipped."""
+        """Decode an image; None for a broken one that may be skipped."""
         try:
             source = source_from_record(image, self._folder)
             size = (image["height"], image["width"])
@@ -104,5 +104,5 @@ class ImageRowCollator:
 
 
 def _document_of(image: Mapping[str, Any]) -> int:
-    """The document of its row that an image is in; a row of one document does not say."""
+    """Return the number of an image's document in its row; a row of one document has no numbers."""
     return image.get("document") or 0

@@ -46,7 +46,7 @@ class NonFinite:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the weights are to blame: no document is finite."""
+        """True if the weights are to blame: no document is finite."""
         return self.culprits is not None and 1 < self.searched == len(self.culprits)
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
 
 
 def _is_finite(model: nn.Module, document: dict[str, list[int]]) -> bool:
-    """Whether the loss and gradients of one document are finite with the current weights."""
+    """True if the loss and gradients of one document are finite with the current weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     columns = ("input_ids", "labels")
     inputs = {name: torch.tensor([document[name]], device=trained[0].device) for name in columns}

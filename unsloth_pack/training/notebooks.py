@@ -124,7 +124,7 @@ class SFTTrainer(trl.SFTTrainer):
         return rows
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """TRL's optimizer; embeddings with a learning rate of their own are a group of their own."""
+        """Create TRL's optimizer; embeddings with a learning rate of their own get a group of their own."""
         rate = getattr(self.args, "embedding_learning_rate", None)
         if rate is not None and self.optimizer is None:
             model: Any = self.model
@@ -209,8 +209,8 @@ def _begin_once(
 
 
 def _takes_batches(function: FormattingFunc, row: Mapping[str, object]) -> bool:
-    """Whether a formatting function is one of batches, as Unsloth's: it makes two texts of a row given twice,
-    and none of the row alone."""
+    """True for a formatting function of batches, as Unsloth's: it makes two texts of a batch of two, and none
+    of a row alone."""
     with suppress(Exception):  # a function of batches may fail on a row, and the other way round
         if isinstance(function(dict(row)), str):
             return False

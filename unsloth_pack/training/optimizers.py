@@ -57,7 +57,7 @@ class LearningRates:
 
     @property
     def of_parts(self) -> dict[str, float]:
-        """The rates of the parts of a model of vision and language, by `VisionParts.kind`."""
+        """Return the rates of the parts of a model of vision and language, by `VisionParts.kind`."""
         rates = {"tower": self.of_tower, "aligner": self.of_aligner}
         return {part: rate for part, rate in rates.items() if rate is not None}
 
@@ -142,7 +142,7 @@ def _rate_by_name(model: nn.Module, rates: LearningRates, default: float) -> Cal
 
 
 def _lora_plus_rates(model: Any, ratio: float, default: float) -> dict[str, float]:
-    """The rate of each LoRA parameter as PEFT's LoRA+ sets it, by its name."""
+    """Return the rate of each LoRA parameter, by name, as PEFT's LoRA+ sets it."""
     optimizer = create_loraplus_optimizer(
         model, torch.optim.SGD, lr=default, loraplus_lr_ratio=ratio, loraplus_lr_embedding=default
     )
@@ -153,7 +153,7 @@ def _lora_plus_rates(model: Any, ratio: float, default: float) -> dict[str, floa
 
 
 def _part_of(model: Any, rates: LearningRates) -> Callable[[str], str]:
-    """The part of a model of vision and language that a parameter is in; "" where no part has a rate."""
+    """Return a function from a name to its part of a model of vision and language, or to "" without rates."""
     if not rates.of_parts:
         return lambda name: ""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -163,7 +163,7 @@ def _part_of(model: Any, rates: LearningRates) -> Callable[[str], str]:
 
 
 def embedding_names(model: Any) -> set[str]:
-    """The names of the parameters in the embedding or the head, or in a wrapper of these."""
+    """Return the names of the parameters in the embedding or the head, or in a wrapper of these."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ends = filter(None, (base.get_input_embeddings(), base.get_output_embeddings()))
     inside = {id(parameter) for end in ends for parameter in end.parameters()}
@@ -235,7 +235,7 @@ class InBackward:
         self._hooks.clear()
 
     def norm(self) -> Tensor:
-        """The norm of all gradients of the last backward pass, in float32."""
+        """Return the norm of all gradients of the last backward pass, in float32."""
         norms = [*self._norms.values()]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
@@ -255,7 +255,7 @@ class InBackward:
         parameter.grad = None
 
 
-_MASTER = "master"  # in the state of each parameter, beside what the optimizer keeps
+_MASTER = "master"  # in the state of each parameter, beside the optimizer's own
 _HOST_BYTES = 4 + 8 + 2  # of a weight: the master, its moments, the copy on its way
 
 
@@ -375,7 +375,7 @@ class CpuMasterWeights(Optimizer):
             sent.parameter.copy_(staged, non_blocking=True)
 
     def _widened(self, gradient: Tensor) -> Tensor:
-        """In float32, where the next one will lie too: fresh pages of memory cost more than their numbers."""
+        """Convert to float32, in memory that is used again: fresh pages cost more than their numbers."""
         if gradient.numel() > self._wide.numel():
             self._wide = torch.empty(gradient.numel(), dtype=torch.float32)
         return self._wide[: gradient.numel()].view_as(gradient).copy_(gradient)

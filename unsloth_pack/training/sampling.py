@@ -33,7 +33,7 @@ _N_ROWS = 1000  # looked at at a time
 
 
 def attention_share(model: PreTrainedModel, seq_lengths: Sequence[Sequence[int]]) -> float:
-    """The share of an average row's time, 0 to 1, as `PackedSampler` takes it.
+    """Estimate the share of attention in an average row's time, 0 to 1, as `PackedSampler` takes it.
 
     Multiplications are counted: those of attention with the tokens that a token sees, half of its document on
     average, and those in the linear layers of the decoder and in the head. Layers with a window count like
@@ -69,9 +69,9 @@ def _weights_of_a_token(model: PreTrainedModel) -> Iterator[tuple[str, float, bo
 
 
 def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageFamily) -> np.ndarray | None:
-    """`[rows]` float64: the time of the tower for a row's images, in tokens of text of the same time.
+    """Estimate the tower's time for each row's images, `[rows]` float64, in tokens of text of the same time.
 
-    An estimate by multiplications: those of a patch in the linear layers of the tower and with the patches
+    Multiplications are counted: those of a patch in the linear layers of the tower and with the patches
     that it attends to, by those of a token in the linear layers of the decoder. None where no row has images.
     """
     a_patch, an_attended = _work_of_a_patch(model)
@@ -93,7 +93,7 @@ def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageF
 
 
 def _work_of_a_patch(model: PreTrainedModel) -> tuple[float, float]:
-    """The work on a patch, by that on a token: in linear layers, and for each patch that it attends to."""
+    """Return the work on a patch, by that on a token: in linear layers, and for each patch it attends to."""
     parts, config, weights = VisionParts.locate(model), model.config.vision_config, Counter[str]()
     for part, n, _ in _weights_of_a_token(model):
         weights[part] += int(n)

@@ -58,7 +58,7 @@ class Stand:
 
     @property
     def packed(self) -> StreamCounts:
-        """What the rows given out hold."""
+        """Return the counts of the rows given out."""
         return StreamCounts(**self.packer["counts"])
 
 
@@ -107,11 +107,11 @@ class RowStream(IterableDataset[dict[str, Any]]):
 
     @property
     def waiting_at_most(self) -> tuple[int, int | None]:
-        """Documents and tokens that wait at most for others to share a row with."""
+        """Return how many documents and tokens wait at most for others to share a row with."""
         return self._packer.buffer_size, self._packer.buffer_tokens
 
     def __iter__(self) -> Generator[dict[str, Any]]:
-        """The rows after the last one that was given out."""
+        """Yield the rows after the last one that was given out."""
         blocks = self._blocks()
         tally, place, rows = self._last.tally, self._last.place, self._last.rows
         while True:
@@ -138,7 +138,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
             yield row
 
     def after(self, rows: int) -> Stand:
-        """Where the stream stood after so many rows of this process, which may not be long ago."""
+        """Return where the stream stood after so many rows of this process, not long ago."""
         return next(stand for stand in self._stands if stand.rows == rows)
 
     def save(self, checkpoint: Path, rows: int) -> None:
@@ -232,7 +232,7 @@ class EpochOfStream(TrainerCallback):
 
 
 def state_file(process: int) -> str:
-    """The file of a checkpoint that holds where the stream of a process stood."""
+    """Name the file of a checkpoint for the stream of a process."""
     return STREAM_FILES.replace("*", str(process))
 
 
@@ -250,7 +250,7 @@ class StreamTotals:
 
 
 def totals(stream: RowStream, rows: int) -> StreamTotals:
-    """The totals after so many rows of each process. Every process has to call this."""
+    """Return the totals after so many rows of each process. Every process has to call this."""
     stand = stream.after(rows)
     by_process = gather_object([(stand.tally, stand.packed, stand.place.turn)])
     tally, packed = SpanCounts(), Counter[str]()
@@ -282,7 +282,7 @@ class _Blocks(IterableDataset[DocumentBlock]):
 
 
 def as_it_is(block: object) -> object:
-    """For loaders of what is made already."""
+    """Collate nothing."""
     return block
 
 
@@ -293,7 +293,7 @@ def _begin_worker(number: int) -> None:
 
 
 def _as_bytes(images: list[list[dict[str, Any]]]) -> np.ndarray:
-    """The images of each document, as Arrow writes a stream of its own."""
+    """Write the images of each document as a stream of Arrow."""
     table = pa.table([pa.array(images, image_field().type)], pa.schema([image_field()]))
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_stream(buffer, table.schema) as writer:
@@ -364,7 +364,7 @@ def loader_of(
     device: torch.device,
     pin_memory: bool,
 ) -> DataLoader:
-    """The loader of a stream's rows, which no trainer deals out once more."""
+    """Make the loader of a stream's rows, which no trainer deals out once more."""
     rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
     loader = DataLoader(
         rows,

@@ -107,25 +107,25 @@ class RunTrainer(SFTTrainer):
         self._document_losses = DocumentLosses()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
 
-    # What a run asks of it
+    # For a run
 
     @property
     def trained(self) -> TokenCounter:
-        """What the run has trained on, in all the processes that it took."""
+        """Return the seconds and tokens of training, over all processes and resumptions."""
         return self.counts.trained
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 or DeepSpeed trains."""
+        """True if FSDP2 or DeepSpeed trains."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """The trained parameters, whole, if the weights are sharded; see `gather_trained`."""
+        """Gather the trained parameters, if the weights are sharded."""
         return gather_trained(self)
 
     @property
     def rows_trained(self) -> int:
-        """Rows that this process has trained on."""
+        """Return how many rows this process has trained on."""
         return self.state.global_step * rows_of_an_update(self.args)
 
     def train_from(self, checkpoint: Path | None) -> None:
@@ -174,7 +174,7 @@ class RunTrainer(SFTTrainer):
             return super()._inner_training_loop(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
-        """TRL's own reports its use over the network; this one does not."""
+        """Send nothing: TRL's own reports its use over the network."""
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> Any:
@@ -258,7 +258,7 @@ class RunTrainer(SFTTrainer):
     # After an update
 
     def store_flos(self) -> None:
-        """At a save and at the end: at every log line all processes would wait for each other once more."""
+        """Store them at a save and at the end: at every log line all processes would wait for each other."""
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if ends or self.control.should_save:
             super().store_flos()
@@ -334,7 +334,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
     **options: Any,
 ) -> RunTrainer:
-    """A `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
+    """Make a `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
     has_images = options.get("image_rows") is not None
     dataset: Any = train_rows if stream is None else _with_columns_of_rows(has_images)
@@ -357,7 +357,7 @@ def make_trainer(
 
 
 def _with_columns_of_rows(has_images: bool) -> IterableDataset:
-    """One row of a stream's kind. TRL looks at the columns and at the first row of what it trains on."""
+    """Make one row of a stream's kind. TRL looks at the columns and the first row of a data set."""
     row: dict[str, list[int]] = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
     row |= {IMAGES: []} if has_images else {}
     return Dataset.from_list([row]).to_iterable_dataset()

@@ -22,7 +22,7 @@ from unsloth_pack.patching.patch import patch_of
 
 
 def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arguments: Any) -> SFTConfig:
-    """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
+    """Make TRL's configuration for rows that are already tokenised, cut and perhaps packed.
 
     Args:
         padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
@@ -66,22 +66,22 @@ def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arg
 
 
 def _loss_needs_cuda() -> bool:
-    """Whether TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
+    """True if TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
     return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def rows_of_an_update(config: TrainingArguments) -> int:
-    """Rows that one process sees between two updates of the weights."""
+    """Count the rows of one process between two updates of the weights."""
     return config.per_device_train_batch_size * config.gradient_accumulation_steps
 
 
 def row_collator() -> DataCollatorForLanguageModeling:
-    """TRL's own collator, as its trainer makes one for packed rows."""
+    """Make TRL's own collator, as its trainer does for packed rows."""
     return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """TRL's template that marks assistant turns; None if the tokenizer's own does, or if TRL has none."""
+    """Return TRL's template that marks assistant turns; None if the tokenizer's own does, or TRL has none."""
     if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
         return None
     try:
@@ -99,7 +99,7 @@ _UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with paddin
 
 @contextmanager
 def silenced(logger_name: str, *untrue: str) -> Iterator[None]:
-    """Inside this context a logger drops messages with one of these texts."""
+    """Drop messages of a logger with one of these texts, inside this context."""
     logger = logging.getLogger(logger_name)
 
     def is_true(record: logging.LogRecord) -> bool:
@@ -120,10 +120,10 @@ def without_untrue_warnings(is_packed: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def adapted_head_allowed(model: Any) -> Iterator[None]:
-    """Inside this context TRL's trainer sees the layer below an adapter on the head.
+    """Show TRL's trainer the layer below an adapter on the head, inside this context.
 
     TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
-    TRL with the adapter counted in, see `losses.fusable`.
+    TRL with the adapter counted in, see `losses.head`.
     """
     head = model.get_output_embeddings()
     if patch_of(model) is None or not isinstance(head, BaseTunerLayer):
@@ -138,7 +138,7 @@ def adapted_head_allowed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
-    """Inside this context TRL may set up a trainer; trained weights beside LoRA's keep their dtype.
+    """Keep the dtype of trained weights beside LoRA's while TRL sets up a trainer.
 
     Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
     would no longer compute in the dtype of the layers around them.
