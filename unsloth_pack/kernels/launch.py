@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
@@ -158,24 +158,28 @@ def check_shapes(**tensors: tuple[str, Tensor | None]) -> None:
     for name, (dims, x) in tensors.items():
         if x is None:
             continue
-        shape: tuple[object, ...] = x.shape
+        shape: Sequence[object] = x.shape
         if dims[0] in "*+":
             n_before = len(shape) - len(dims) + 1
-            shape = (shape[: max(0, n_before)], *shape[n_before:]) if n_before >= 0 else ()
-        if len(shape) != len(dims) or any(sizes.get(d, n) != n for d, n in zip(dims, shape, strict=True)):
-            known = ", ".join(f"{d} = {sizes[d]}" for d in dims if d in sizes)
-            raise ValueError(f"{name} is {[*x.shape]}: pass [{', '.join(dims)}]{known and f' of {known}'}")
-        sizes.update(zip(dims, shape, strict=True))
-        device = device or x.device
-        if x.device != device:
+            shape = (shape[:n_before], *shape[n_before:]) if n_before >= 0 else ()
+        fits = len(shape) == len(dims)
+        for dim, size in zip(dims, shape, strict=False):
+            fits = fits and sizes.setdefault(dim, size) == size
+        if not fits:
+            own = zip(dims, shape, strict=False)
+            other = ", ".join(f"{dim} = {sizes[dim]}" for dim, size in own if sizes.get(dim, size) != size)
+            raise ValueError(f"{name} is {[*x.shape]}: pass [{', '.join(dims)}]{other and f' of {other}'}")
+        if device is None:
+            device = x.device
+        elif x.device != device:
             raise ValueError(f"{name} is on {x.device}: move it to {device}")
 
 
 def check_dtypes(**tensors: Tensor | None) -> None:
     """Raise ValueError unless all tensors are of one floating dtype."""
-    dtypes = {name: x.dtype for name, x in tensors.items() if x is not None}
-    if len({*dtypes.values()}) > 1 or not all(dtype.is_floating_point for dtype in dtypes.values()):
-        listed = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+    dtypes = [x.dtype for x in tensors.values() if x is not None]
+    if dtypes.count(dtypes[0]) < len(dtypes) or not dtypes[0].is_floating_point:
+        listed = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items() if x is not None)
         raise ValueError(f"{listed}: cast all to one floating dtype")
 
 

@@ -412,9 +412,8 @@ def _check(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, norm: QKNorm | None
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit together."""
-    dims = ("THD", "TKD") if q.dim() == 3 else ("BHTD", "BKTD")
-    tables = {"cos": ("*R", cos), "sin": ("*R", sin), "position_ids": ("+", position_ids)}
-    check_shapes(q=(dims[0], q), k=(dims[1], k), **tables)
+    of_q, of_k = ("THD", "TKD") if q.dim() == 3 else ("BHTD", "BKTD")
+    check_shapes(q=(of_q, q), k=(of_k, k), cos=("*R", cos), sin=("*R", sin), position_ids=("+", position_ids))
     check_dtypes(q=q, k=k)
     D, R = q.shape[-1], cos.shape[-1]
     if D % 2 or R % 2 or not 0 < R <= D:

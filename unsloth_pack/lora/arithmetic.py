@@ -227,7 +227,7 @@ def cast_in_one_launch(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.
 
 def order_by_layer(
     factors: Sequence[Tensor], biases: Sequence[Tensor | None], layers: Sequence[Layer]
-) -> list[Any]:
+) -> list[Tensor | None]:
     """Order gradients as `stack_layers` takes tensors: bias (or None), A and B of each layer in turn."""
     grad_a_RI, *grad_bs = factors
     return [
@@ -242,7 +242,7 @@ def reshape_output(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
 
 
-def detach_all(tensors: Sequence[Any]) -> list[Any]:
+def detach_all(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Detach weights for a node: a parameter's later `data` changes nothing; they share its version."""
     return [None if tensor is None else tensor.detach() for tensor in tensors]
 

@@ -15,6 +15,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
+from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.kernels import Fp8Rows, NestedScales, dequantize_4bit, quantize_rows
@@ -115,12 +116,12 @@ def get_stored_stack(experts: Any, name: str) -> StoredStack | None:
     return chain[0].stored(chain.original)
 
 
-def is_quantised(experts: Any) -> bool:
+def is_quantised(experts: nn.Module) -> bool:
     """True if a module has a stack in 4 bits or in fp8."""
     return any(isinstance(get_stored_stack(experts, name), Nf4Stack | Fp8Stack) for name in STACKS)
 
 
-def quantise_stacks(experts: Any, kind: str) -> bool:
+def quantise_stacks(experts: nn.Module, kind: str) -> bool:
     """Quantise the stacks of a module to "nf4" or "fp8"; False if their sizes do not allow it."""
     weights = [getattr(experts, name).detach() for name in STACKS]
     if any(weight.numel() % _BLOCK or weight.shape[-1] % 16 for weight in weights):
@@ -171,7 +172,7 @@ def placeholder_stacks(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def dequantised_stacks(experts: Any) -> Iterator[None]:
+def dequantised_stacks(experts: nn.Module) -> Iterator[None]:
     """Replace a module's quantised stacks by dequantised parameters, unpatched, for a while.
 
     PEFT 0.21 does not remove its own parametrization from a parameter that had another one before.
@@ -258,7 +259,7 @@ class ExpertAdapter(NamedTuple):
     scaling: float  # factor on its output
 
 
-def is_experts(module: Any) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """True for a transformers module of stacked experts with a gate."""
     if not hasattr(module, "is_transposed"):
         return False
@@ -266,7 +267,7 @@ def is_experts(module: Any) -> bool:
     return all(stack is not None and len(stack.shape) == 3 for stack in stacks)
 
 
-def is_ungated_experts(module: Any) -> bool:
+def is_ungated_experts(module: nn.Module) -> bool:
     """True for a transformers module of stacked experts without a gate, which no kernel supports."""
     stacks = [getattr(module, name, None) for name in UNGATED_STACKS]
     return getattr(module, "has_gate", True) is False and all(
@@ -280,19 +281,19 @@ def list_ungated_stacks(model: nn.Module) -> list[str]:
     return [f"{path}.{stack}" for path in paths for stack in UNGATED_STACKS]
 
 
-def quantise_experts(model: Any, kind: str) -> int:
+def quantise_experts(model: PreTrainedModel, kind: str) -> int:
     """Quantise the experts of a model's decoder to "nf4" or "fp8"; return the number of layers."""
     return sum(
         quantise_stacks(module, kind) for module in model.get_decoder().layers.modules() if is_experts(module)
     )
 
 
-def is_expert_adapter(module: Any) -> bool:
+def is_expert_adapter(module: nn.Module) -> bool:
     """True for PEFT's adapter on stacked experts."""
     return isinstance(module, ParamWrapper) and is_experts(module.get_base_layer())
 
 
-def iterate_wrappers(wrapper: Any) -> Iterator[Any]:
+def iterate_wrappers(wrapper: nn.Module) -> Iterator[Any]:
     """Iterate over the wrapper and those inside it, down to the experts."""
     while isinstance(wrapper, ParamWrapper):
         yield wrapper

@@ -138,7 +138,9 @@ class _Adapter(NamedTuple):
         b_ErO = _pad_ranks(lora_b.view(n_outputs, rank, n_experts).permute(2, 1, 0), dtype)
         return cls(a_ErI, b_ErO, rank, stack.scaling)
 
-    def to_peft(self, grad_a_ErI: Tensor, grad_b_ErO: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
+    def to_peft(
+        self, grad_a_ErI: Tensor, grad_b_ErO: Tensor, dtypes: Sequence[torch.dtype | None]
+    ) -> list[Tensor]:
         """Scale the gradients of the padded factors and return them in PEFT's layout and dtypes."""
         views = grad_a_ErI[:, : self.rank], grad_b_ErO[:, : self.rank].permute(2, 1, 0)
         grads = []
@@ -186,7 +188,12 @@ class _Projection(NamedTuple):
         return gx_SI, through_adapter, gh_Sr
 
     def factor_gradients(
-        self, g_SO: Tensor, gh_Sr: Tensor | None, x_SI: Tensor, h_Sr: Tensor | None, dtypes: Sequence[Any]
+        self,
+        g_SO: Tensor,
+        gh_Sr: Tensor | None,
+        x_SI: Tensor,
+        h_Sr: Tensor | None,
+        dtypes: Sequence[torch.dtype | None],
     ) -> list[Tensor | None]:
         """Compute the gradients of A and B."""
         if self.adapter is None or gh_Sr is None or h_Sr is None:

@@ -71,7 +71,7 @@ class _Plan:
     keep: bool
     start: Any = None  # the autograd node of `SaveInputs`, if it saved them
 
-    def stacks(self, dtype: torch.dtype, tensors: Sequence[Any]) -> tuple[_Stack, _Stack]:
+    def stacks(self, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> tuple[_Stack, _Stack]:
         """Stack the layers of gate and up, and that of down."""
         inner = arithmetic.stack_layers(dtype, self.frozen[:-1], tensors[:-3])
         down = arithmetic.stack_layers(dtype, self.frozen[-1:], tensors[-3:])

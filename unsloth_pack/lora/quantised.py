@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.kernels import (
@@ -139,7 +140,7 @@ class _Fp8Linear(torch.autograd.Function):
         return gx, None, None
 
 
-def quantize_to_fp8(model: Any) -> int:
+def quantize_to_fp8(model: PreTrainedModel) -> int:
     """Quantise the linear layers and experts of a model's decoder; return the number of linear layers.
 
     The head, the embeddings, and layers whose sizes are not multiples of 16 stay as they are.
