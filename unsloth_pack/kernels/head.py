@@ -95,9 +95,6 @@ def prepare_head_inputs(
     """Return hidden, weight, bias, h, b and outputs as autocast casts them, and the labelled rows.
 
     Label values are checked on a CPU only: on a GPU that would wait for the device.
-
-    Raises:
-        ValueError: the arguments do not fit together; InputError for label values.
     """
     h, b, outputs = (None, None, None) if extra is None else extra
     device = hidden.device.type
@@ -173,11 +170,8 @@ class HeadPass:
             turn: called with logits `[L, V]`, labels `[L]` and the chunk.
             scores_N: written by `turn`, if their sum is what gets the gradient: sign * log-probabilities.
         """
-        V, most, g_h = (
-            len(self._weight),
-            max_chunk_rows(len(self._weight), self._hidden_TC),
-            self.gradients[3],
-        )
+        V, g_h = len(self._weight), self.gradients[3]
+        most = max_chunk_rows(V, self._hidden_TC)
         # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
         buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V))
         with torch.autocast(buffer_LV.device.type, enabled=False):
