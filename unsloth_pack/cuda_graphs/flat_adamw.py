@@ -149,33 +149,22 @@ def _with_own_step(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Block:
-    """Parameters in one flat tensor.
-
-    Args:
-        parameters: of one dtype, on one device. They become views of a new tensor unless they are parts of
-            one.
-    """
+    """Parameters of one dtype and device in one flat tensor, of which they become parts."""
 
     def __init__(self, parameters: Sequence[Tensor]):
         # In the order of a captured step's gradients
-        by_shape = FlatLayout([parameter.shape for parameter in parameters])
-        self.parameters = [parameters[place] for place in by_shape.order]
-        self._layout = FlatLayout([parameter.shape for parameter in self.parameters])
+        layout = FlatLayout([parameter.shape for parameter in parameters])
+        self.parameters = [parameters[place] for place in layout.order]
+        self.cut = layout.cut
         starts = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
         self._offsets = [parameters[0].element_size() * start for start in starts]
-        flat = self._find_flat([parameter.detach() for parameter in self.parameters])
-        self.weights = self._move() if flat is None else flat
-        self.weights.requires_grad_()
-
-    def _move(self) -> Tensor:
-        weights = join([parameter.detach() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, self.cut(weights), strict=True):
-            parameter.data = part
-        return weights
-
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        """Cut a flat tensor into parts of the parameters' shapes."""
-        return self._layout.cut(flat)
+        own = [parameter.detach() for parameter in self.parameters]
+        flat = self._find_flat(own)
+        if flat is None:
+            flat = join(own)
+            for parameter, part in zip(self.parameters, self.cut(flat), strict=True):
+                parameter.data = part
+        self.weights = flat.requires_grad_()
 
     def join_gradients(self) -> bool:
         """Set the gradient of `weights`; False if a parameter has none or is no part of it any more."""
@@ -229,12 +218,7 @@ def _build_blocks(parameters: Sequence[Tensor]) -> list[_Block]:
 
 
 class FlatGradients:
-    """The gradients of many parameters in one tensor that a graph writes.
-
-    Args:
-        grads: of every parameter, or None without one. The graph copies them.
-        dtype: of the copies that `copies` returns.
-    """
+    """The gradients of many parameters in one tensor that a graph writes; `dtype` is that of `copies`."""
 
     def __init__(self, grads: Sequence[Tensor | None], dtype: torch.dtype):
         self._layout = FlatLayout([None if grad is None else grad.shape for grad in grads])

@@ -108,7 +108,9 @@ class GraphMemory:
 
         The pool is on the current device; a new one is created once the model is on another device.
         """
-        pool, stream = self._pool_here()
+        if self._stream is None or self._stream.device_index != torch.cuda.current_device() or not self._pool:
+            self._make_pool()
+        pool, stream = self._pool, cast(torch.cuda.Stream, self._stream)
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream), torch.cuda.use_mem_pool(cast(torch.cuda.MemPool, pool)):
@@ -116,20 +118,13 @@ class GraphMemory:
         finally:  # kernels of a failed warm-up may still read memory that is freed next
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _pool_here(self) -> tuple[_Pool, torch.cuda.Stream]:
-        pool, stream = self._pool, self._stream
-        if pool is None or stream is None or stream.device_index != torch.cuda.current_device():
-            return self._make_pool()
-        return pool, stream
-
-    def _make_pool(self) -> tuple[_Pool, torch.cuda.Stream]:
+    def _make_pool(self) -> None:
         self._pool, self._stream = None, torch.cuda.Stream()
         weakref.finalize(self, _clear_workspaces).atexit = False
         holder = torch.cuda.CUDAGraph()
         with self.capturing(holder):
             torch.zeros(1, device="cuda")
         self._holder, self._pool = holder, _Pool(holder.pool())
-        return self._pool, self._stream
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -149,21 +144,28 @@ class GraphMemory:
             self._captured.add(graph)
         except RuntimeError:
             if pool is not None:
-                _end_allocating_to(pool, stream_before.device_index)
+                # torch before 2.12 would free nothing of the pool; later versions raise here
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(stream_before.device_index, pool)
             raise
         finally:
             torch.cuda.set_stream(stream_before)  # a failed capture leaves its own stream current
 
     def give_back(self) -> None:
         """Free the pool after a capture failed. Its graphs must not be replayed any more."""
-        self._reset_complete_graphs()
+        # Even those that a loss of the last step still holds: releasing the pool ends an arbitrary share in
+        # it, and without its share a graph aborts torch when it is freed
+        for graph in self._captured:
+            graph.reset()
+        self._holder = None
         gc.collect()  # frees the tensors of the failed capture, which the frames of its error hold
         pool, stream = self._pool, self._stream
         if pool is None or stream is None:
             return
         torch._C._cuda_clearCublasWorkspaces()  # the pool holds the workspace of the captures' stream
         torch.cuda.empty_cache()
-        if _has_share_left(pool):  # of the failed capture, which has no graph to reset
+        segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool.id]
+        if any(segment["active_size"] == 0 for segment in segments):  # of the failed capture, without a graph
             torch._C._cuda_releasePool(stream.device_index, pool.id)
             torch.cuda.empty_cache()
 
@@ -173,16 +175,6 @@ class GraphMemory:
         generator = torch.cuda.default_generators[device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())  # the failed capture left it capturing
         return GraphMemory()
-
-    def _reset_complete_graphs(self) -> None:
-        """Reset every complete graph, even if a loss of the last step still holds it.
-
-        Releasing the pool ends an arbitrary share in it. Without its share, a graph aborts torch when it is
-        freed.
-        """
-        for graph in self._captured:
-            graph.reset()
-        self._holder = None
 
     @property
     def is_awaited(self) -> bool:
@@ -199,21 +191,6 @@ class GraphMemory:
             remedy = "add up the losses before it, or run a forward pass for each"
             raise RuntimeError(f"a step captured in CUDA graphs runs its backward pass once; {remedy}")
         self._awaited = None
-
-
-def _end_allocating_to(pool: "_POOL_HANDLE", device: int) -> None:
-    """End a failed capture's allocations for torch before 2.12, which would free nothing of the pool.
-
-    Later versions have ended them, and raise here.
-    """
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-
-
-def _has_share_left(pool: _Pool) -> bool:
-    """True if an empty segment of the pool has outlived `empty_cache`."""
-    segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool.id]
-    return any(segment["active_size"] == 0 for segment in segments)
 
 
 def describe_cause(error: BaseException) -> str:

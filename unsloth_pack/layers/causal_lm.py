@@ -188,12 +188,17 @@ class FastCausalLM(CountedParameters):
         if kwargs.pop("fused_lm_head", False) and (trl_head := read_trl_head(self)) is None:
             raise InputError("fused_lm_head=True, but no trainer prepared this model; build a new trainer")
         step_labels = StepLabels(self, call, labels, from_trl=trl_head is not None)
+        out: Any
         if trl_head is not None:
             out = self._score_for_trl(trl_head, call, step_labels)
         elif self._takes_fused_loss(call, step_labels, logits_to_keep):
             out = self._compute_fused_loss(call, step_labels)
         else:
-            out = self._compute_logits(call, step_labels, logits_to_keep)
+            if self.is_wrapper and described is not None:
+                out = self._compute_text_logits(call, step_labels, logits_to_keep)
+            else:
+                arguments = self._build_arguments(call, step_labels)
+                out = super().forward(**arguments, logits_to_keep=logits_to_keep)
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
         for check in call.checks:
@@ -232,15 +237,12 @@ class FastCausalLM(CountedParameters):
         """Run the decoder on a call whose row is described."""
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
-            inputs["input_ids"] = self._replace_placeholders(inputs["input_ids"])
+            # As a model of vision and language does for its text model
+            for name in self.spec.placeholders:
+                is_placeholder = inputs["input_ids"] == getattr(self.config, name)
+                padding = self.config.get_text_config().pad_token_id
+                inputs["input_ids"] = inputs["input_ids"].masked_fill(is_placeholder, padding)
         return self.fast_decoder(**inputs, packed_row=call.described, **call.rest | {"return_dict": True})
-
-    def _replace_placeholders(self, input_ids: Tensor) -> Tensor:
-        """Replace placeholders by padding, as a model of vision and language does for its text model."""
-        for name in self.spec.placeholders:
-            is_placeholder = input_ids == getattr(self.config, name)
-            input_ids = input_ids.masked_fill(is_placeholder, self.config.get_text_config().pad_token_id)
-        return input_ids
 
     def _is_unchanged(self, call: ForwardCall) -> bool:
         """Return whether a call runs through the model around a text model unchanged, perhaps with images."""
@@ -313,13 +315,6 @@ class FastCausalLM(CountedParameters):
         aux_loss = self._compute_aux_loss(call, decoded, mask.device) if wants_router else None
         weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0)
         return trl_head.build_output(scores, mask, step_labels.num_items, aux_loss, weight)
-
-    def _compute_logits(
-        self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
-    ) -> Any:
-        if self.is_wrapper and call.described is not None:
-            return self._compute_text_logits(call, step_labels, logits_to_keep)
-        return super().forward(**self._build_arguments(call, step_labels), logits_to_keep=logits_to_keep)
 
     def _compute_text_logits(
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor

@@ -208,7 +208,8 @@ class FastDecoder(nn.Module):
         graphs = None if self._wants_more(kwargs, inputs_embeds) else self.step_graphs
         if self.step_graphs.why_never is not None:
             graphs = None
-        wants_router = self._wants_router_logits(kwargs)
+        router = "output_router_logits"
+        wants_router = bool(kwargs.get(router, getattr(self.config, router, False)))
         step = None if graphs is None else graphs.replay(self, row, inputs, wants_router)
         while step is None:
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
@@ -244,10 +245,6 @@ class FastDecoder(nn.Module):
         others = (value for name, value in kwargs.items() if name not in known)
         has_others = any(value is not None and value is not False for value in others)
         return has_others or getattr(self.config, "output_hidden_states", False)
-
-    def _wants_router_logits(self, kwargs: Mapping[str, object]) -> bool:
-        name = "output_router_logits"
-        return bool(kwargs.get(name, getattr(self.config, name, False)))
 
     @capture_outputs
     def _packed_forward(

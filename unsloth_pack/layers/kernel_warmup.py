@@ -50,7 +50,9 @@ def compile_kernels(
             with side_effect_free_pass(decoder, dropout=True), bare_forward(decoder):
                 hidden = _run_layers(decoder, row, only)
                 loss = loss_of(hidden if batch is None else batch.padded(hidden))
-                _run_backward(loss, decoder)
+                trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+                if trained and loss.requires_grad:  # accumulates no gradient, so that no hook for one runs
+                    torch.autograd.grad(loss, trained, allow_unused=True)
             if probe is not None and probe.is_due(decoder, row):
                 probe.compile_kernels(decoder, only)
     except Exception as error:  # the step itself reports it
@@ -79,10 +81,3 @@ def _run_layers(decoder: CapturableDecoder, row: PackedRow, only: Collection[int
         embeds = decoder.get_input_embeddings()(ids)
     inputs = embed_per_layer(decoder, ids)
     return packed_forward(decoder, row, None, embeds.requires_grad_(), only=only, **inputs).last_hidden_state
-
-
-def _run_backward(loss: Tensor, decoder: CapturableDecoder) -> None:
-    """Run the backward pass without accumulating gradients, so that no hook for them runs."""
-    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
-    if trained and loss.requires_grad:
-        torch.autograd.grad(loss, trained, allow_unused=True)

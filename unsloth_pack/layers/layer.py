@@ -215,17 +215,14 @@ def _per_layer_inputs(
 
 
 def _refuse_reentrant_sharing(decoder: "FastDecoder") -> None:
-    if decoder.training and any(map(_is_reentrant, decoder.layers)):
-        raise InputError(
-            "use_reentrant=True loses the gradients of keys and values that layers share; set "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}"
-        )
-
-
-def _is_reentrant(layer: Any) -> bool:
-    """Return whether checkpointing keeps gradients for a layer's output alone, not for what it stores."""
-    options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-    return layer.gradient_checkpointing and bool(options.get("use_reentrant"))
+    """Refuse checkpointing that keeps gradients for a layer's output alone, not for what it stores."""
+    for layer in decoder.layers if decoder.training else ():
+        options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+        if layer.gradient_checkpointing and options.get("use_reentrant"):
+            raise InputError(
+                "use_reentrant=True loses the gradients of keys and values that layers share; set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,12 @@ class _TrainedGatedMLP(torch.autograd.Function):
                 g, x_NI, params[2 * i : 2 * i + 2], needed[2 + 2 * i : 4 + 2 * i]
             )
         ]
-        grad_x = _input_gradient(grads, params[:-2:2], plan.dtype).view(ctx.shape) if needed[0] else None
+        grad_x = None
+        if needed[0]:  # Σ g W
+            grad_x = grads[0] @ params[0].to(plan.dtype)
+            for g_NO, weight in zip(grads[1:], params[2:-2:2], strict=True):
+                grad_x.addmm_(g_NO, weight.to(plan.dtype))
+            grad_x = grad_x.view(ctx.shape)
         return grad_x, None, *inner_gradients, *down_gradients
 
 
@@ -174,14 +179,6 @@ def _weight_gradients(
     if needed[1]:
         g_bias = g_NO.sum(0, dtype=torch.promote_types(g_NO.dtype, torch.float32)).to(bias.dtype)
     return g_weight, g_bias
-
-
-def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Compute Σ g W, the gradient of x."""
-    gx_NI = grads[0] @ weights[0].to(dtype)
-    for g_NO, weight in zip(grads[1:], weights[1:], strict=True):
-        gx_NI.addmm_(g_NO, weight.to(dtype))
-    return gx_NI
 
 
 # Attributes of transformers' MLPs that the forward reads, or that change nothing

@@ -103,7 +103,11 @@ class Unpadding:
 def _may_be_unpadded(decoder: "FastDecoder", inputs: Mapping[str, Any]) -> bool:
     """Return whether a batch may be unpadded, judged without reading a number."""
     mask, positions, ids = (inputs[name] for name in ("attention_mask", "position_ids", "input_ids"))
-    if inputs["past_key_values"] is not None or _wants_cache(decoder, inputs["use_cache"]):
+    wants_cache = inputs["use_cache"]
+    if wants_cache is None:  # a training step gets a cache only if it asks
+        is_step = decoder.training and torch.is_grad_enabled()
+        wants_cache = not is_step and getattr(decoder.config, "use_cache", False)
+    if inputs["past_key_values"] is not None or wants_cache:
         return False
     if (ids is None) == (inputs["inputs_embeds"] is None):  # the decoder refuses it
         return False
@@ -114,14 +118,6 @@ def _may_be_unpadded(decoder: "FastDecoder", inputs: Mapping[str, Any]) -> bool:
         return False
     shapes = (shape, (1, shape[1]), shape[1:])
     return positions is None or (_holds_whole_numbers(positions) and positions.shape in shapes)
-
-
-def _wants_cache(decoder: "FastDecoder", use_cache: bool | None) -> bool:
-    """Return whether the caller gets a cache; a training step does only if it asks."""
-    if use_cache is None:
-        is_step = decoder.training and torch.is_grad_enabled()
-        return not is_step and bool(getattr(decoder.config, "use_cache", False))
-    return bool(use_cache)
 
 
 def _holds_whole_numbers(x: object) -> bool:
@@ -152,22 +148,15 @@ class _CallTensors:
         self._positions: Tensor | None = inputs["position_ids"]
         self._labels = tuple(x if isinstance(x, Tensor) else None for x in labels)
         self._ignore_index = ignore_index
-        present = [x for x in (self._mask, self._positions, *self._labels) if x is not None]
-        self._versions = [None if x.is_inference() else x._version for x in present]
-
-    @property
-    def labels_fit(self) -> bool:
-        """Return whether there is one label a token, if any."""
-        return all(x is None or x.shape == self._mask.shape for x in self._labels)
+        self.labels_fit = all(x is None or x.shape == self._mask.shape for x in self._labels)
+        tensors = (self._mask, self._positions, *self._labels)  # they are alive, so ids are unique
+        self._ids = (*map(id, tensors), ignore_index, self.has_ids)
+        self._versions = [None if x.is_inference() else x._version for x in tensors if x is not None]
 
     def is_same_as(self, other: "_CallTensors") -> bool:
         """Return whether these are the same tensors, unchanged."""
-        is_same = self._identity() == other._identity() and self._versions == other._versions
+        is_same = self._ids == other._ids and self._versions == other._versions
         return is_same and None not in self._versions
-
-    def _identity(self) -> tuple[int, ...]:
-        tensors = (self._mask, self._positions, *self._labels)  # they are alive, so ids are unique
-        return *map(id, tensors), self._ignore_index, self.has_ids
 
     def copy_to_host(self) -> tuple[np.ndarray, np.ndarray | None, bool]:
         """Return in one transfer the mask and positions `[B, T]`, and whether a loss reads padding."""
