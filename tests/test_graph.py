@@ -758,27 +758,6 @@ def allocations(monkeypatch):
     return record_graphs(monkeypatch)
 
 
-def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
-    """All that graphs ask of a decoder is declared: this one has nothing else."""
-    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
-    decoder, graphs = TinyDecoder(), StepGraphs(None)
-    row, ids = PackedRow.of_lengths([9, 3], CPU), torch.arange(12)[None] % 8
-    for _ in range(2):
-        assert graphs.run(decoder, row, ids) is None
-        with graphs.tried(row):
-            decoder._packed_forward(row, ids, None)
-    output = graphs.run(decoder, row, ids)
-    assert output.router_logits is None
-    hidden = output.hidden
-    assert hidden.shape == (1, 12, 4)
-    assert str(graphs).startswith("captured for 1 forms of rows, of 64 tokens; the GPU computes ")
-    (weight,) = decoder.parameters()
-    assert torch.equal(hidden[0], weight[ids[0]])
-    of_hidden = torch.randn(hidden.shape)
-    hidden.backward(of_hidden)
-    torch.testing.assert_close(weight.grad, torch.zeros(8, 4).index_add(0, ids[0], of_hidden[0]))
-
-
 class RoutedDecoder(TinyDecoder):
     """Two routers over the embeddings, of which a gradient reaches the second."""
 
@@ -958,22 +937,6 @@ def test_gradients_of_several_dtypes_are_not_rounded():
     assert all(torch.equal(grad, own) for grad, own in zip(found, grads, strict=True))
     rounded = FlatGradients([torch.tensor([1.0, 3.0])], torch.bfloat16).copies()
     assert rounded[0].dtype == torch.bfloat16
-
-
-def test_gradients_are_handed_to_parameters_without_another_copy():
-    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
-
-    class HandOut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *parameters):
-            return torch.ones(1)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return FlatGradients([torch.ones(2, 3)] * 3, torch.float32).copies()
-
-    HandOut.apply(*parameters).sum().backward()
-    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == 1
 
 
 # On a GPU

@@ -3,8 +3,8 @@
 import copy
 import json
 import math
+import re
 import sys
-from functools import partial
 
 import grid
 import pytest
@@ -126,39 +126,74 @@ def few_draws(monkeypatch):
     monkeypatch.setattr(judging, "NUMBERS_OF_DRAWS", (1, 4))
 
 
-@pytest.mark.usefixtures("few_draws")
-def test_an_adapter_that_is_loaded_with_another_scaling(monkeypatch):
-    load = models.load_adapter
-
-    def unscaled(base, folder):
-        loaded = load(base, folder)
-        for layer in loaded.modules():
-            if isinstance(layer, LoraLayer):
-                layer.scaling["default"] = 1.0  # of 2
-        return loaded
-
-    assert not failures("two stages")
-    monkeypatch.setattr(models, "load_adapter", unscaled)
-    assert any(text.startswith("logits: ") for text in failures("two stages"))
-    assert not failures("plain")
-
-
-def failures(variant, dtype="float32", arch="llama", checkpointing="False"):
-    row, _ = measure(Case(arch, "none", variant, dtype, "sdpa", checkpointing))
+def failures(variant, dtype="float32"):
+    row, _ = measure(Case("llama", "none", variant, dtype, "sdpa", "False"))
     return row.get("failed", [])
 
 
+def loads_unscaled(base, folder, load=models.load_adapter):
+    loaded = load(base, folder)
+    for layer in loaded.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scaling["default"] = 1.0  # of 2
+    return loaded
+
+
+def is_scaled_as_plain(layer, frozen=layers.FastLoraLinear.frozen):
+    return frozen(layer)._replace(scaling=8 / layer.r["default"])
+
+
+@staticmethod
+def loses_biases(ctx, *grads, backward=layers._LoraLinears.backward):
+    lost = list(backward(ctx, *grads))
+    lost[3::3] = [None if grad is None else torch.zeros_like(grad) for grad in lost[3::3]]
+    return tuple(lost)
+
+
+def drops_no_gradients(layer, x, first_row, add_to=None, drop=arithmetic.Layer.apply_dropout):
+    return drop(layer, x, first_row) if add_to is None else add_to.add_(x)
+
+
+def is_nan(*args, gradients=arithmetic.backward_to_bs):
+    return [b * math.nan for b in gradients(*args)]
+
+
+def is_missing(*args, gradients=arithmetic.backward_to_bs):
+    return [None for _ in gradients(*args)]
+
+
+def breaks(*args):
+    raise RuntimeError("broken\nhere")
+
+
+PLANTED = [  # the variant and dtype that see it, and what fails
+    (models, "load_adapter", loads_unscaled, "two stages", "float32", r"logits: "),
+    (layers.FastLoraLinear, "frozen", is_scaled_as_plain, "rslora", "float32", r"logits: "),
+    (layers._LoraLinears, "backward", loses_biases, "bias", "bfloat16", r".*\.bias: "),
+    (arithmetic, "_has_dropout", lambda layers: False, "dropout", "bfloat16", r"logits: "),
+    (arithmetic.Layer, "apply_dropout", drops_no_gradients, "dropout", "bfloat16", r"(?!logits)"),
+    (arithmetic, "backward_to_bs", is_nan, "plain", "float32", r".*lora_B.*inf times plain \(nan\)"),
+    (
+        arithmetic,
+        "backward_to_bs",
+        is_missing,
+        "plain",
+        "float32",
+        r"gradients on one side only: ",
+    ),
+    (arithmetic, "forward", breaks, "plain", "float32", r"RuntimeError: broken here$"),
+]
+
+
 @pytest.mark.usefixtures("few_draws")
-def test_a_wrong_scaling(monkeypatch):
-    assert not failures("rslora")
-    frozen = layers.FastLoraLinear.frozen
-
-    def scaled_as_plain(layer):
-        return frozen(layer)._replace(scaling=8 / layer.r["default"])
-
-    monkeypatch.setattr(layers.FastLoraLinear, "frozen", scaled_as_plain)
-    assert any(text.startswith("logits: ") for text in failures("rslora"))
-    assert not failures("plain")
+@pytest.mark.parametrize(("owner", "name", "fault", "variant", "dtype", "says"), PLANTED)
+def test_what_is_planted_fails_where_it_matters(owner, name, fault, variant, dtype, says, monkeypatch):
+    assert not failures(variant, dtype)
+    monkeypatch.setattr(owner, name, fault)
+    failed = failures(variant, dtype)
+    assert any(re.match(says, text) for text in failed), failed
+    if variant != "plain":
+        assert not failures("plain", dtype)
 
 
 @pytest.mark.parametrize("checkpointing", ["False", "True"])
@@ -170,61 +205,6 @@ def test_the_adapters_own_bias(monkeypatch, arch, dtype, checkpointing):
     assert holds(row), row
     assert "logits" in row or "bitsandbytes" in row["refused"]
     assert "unfused" not in row
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_a_bias_whose_gradient_is_lost(monkeypatch):
-    backward = layers._LoraLinears.backward
-
-    def without_biases(ctx, *grads):
-        lost = list(backward(ctx, *grads))
-        lost[3::3] = [None if grad is None else torch.zeros_like(grad) for grad in lost[3::3]]
-        return tuple(lost)
-
-    monkeypatch.setattr(layers._LoraLinears, "backward", staticmethod(without_biases))
-    failed = failures("bias", "bfloat16")
-    assert failed
-    assert all(".bias: " in text for text in failed)
-    assert not failures("plain", "bfloat16")
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_dropout_that_is_left_out(monkeypatch):
-    monkeypatch.setattr(arithmetic, "_has_dropout", lambda layers: False)
-    assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_dropout_that_gradients_pass_by(monkeypatch):
-    dropped = arithmetic.Layer.apply_dropout
-
-    def not_of_gradients(layer, x, first_row, add_to=None):
-        return dropped(layer, x, first_row) if add_to is None else add_to.add_(x)
-
-    monkeypatch.setattr(arithmetic.Layer, "apply_dropout", not_of_gradients)
-    failed = failures("dropout", "bfloat16")
-    assert failed
-    assert not any(text.startswith("logits: ") for text in failed)
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_a_gradient_that_is_missing_or_not_finite(monkeypatch):
-    gradients = arithmetic.backward_to_bs
-    plant = partial(monkeypatch.setattr, arithmetic, "backward_to_bs")
-    plant(lambda *args: [b * math.nan for b in gradients(*args)])
-    failed = failures("plain")
-    assert failed
-    assert all("lora_B" in text and "inf times plain (nan)" in text for text in failed)
-    plant(lambda *args: [None for _ in gradients(*args)])
-    assert failures("plain")[0].startswith("gradients on one side only: ")
-
-
-def test_an_error_ends_one_case(monkeypatch):
-    def breaks(*args):
-        raise RuntimeError("broken\nhere")
-
-    monkeypatch.setattr(arithmetic, "forward", breaks)
-    assert failures("plain") == ["RuntimeError: broken here"]
 
 
 class Replayed:
