@@ -158,7 +158,7 @@ CASES = [
         "1: base_config is 'lost.yaml': No such file or directory; check the path from this file's folder\n"
         "1: base_config is 'gone.yaml': No such file or directory; check the path from this file's folder",
     ),
-    ("base_config: .", "1: base_config is '.': Is a directory; check the path from this file's folder"),
+    ("base_config: .", "1: base_config is '.': no ordinary file; check the path from this file's folder"),
     ("base_config: ''", "1: base_config is ''; give a file, or a list of files"),
     ("r: [", "1: not yaml (expected the node content, but found '<stream end>'); correct it"),
     ("r: 4\n  seed: 1", "2: not yaml (mapping values are not allowed here); correct it"),

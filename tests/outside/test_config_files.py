@@ -181,7 +181,7 @@ def test_another_seed_in_the_file_is_refused_on_resuming(project, refused):
     config = Path("out/config.yaml")
     config.write_text(config.read_text().replace("  seed: 3407", "  seed: 1"))
     error = refused(["--resume", "--output_dir=out", "--config=out/config.yaml"])
-    assert "resume continues a run as it was started: seed was 3407, not 1" in error
+    assert "seed is 1 and was 3407 when the run began that resume continues" in error
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])

@@ -35,6 +35,8 @@ def read_files(path: Path, above: tuple[str, ...] = ()) -> Iterator["Source"]:
     Raises:
         OSError: the file cannot be opened.
     """
+    if path.exists() and not path.is_file():  # reading it may never end
+        raise OSError(None, "no ordinary file")
     source, real = Source(str(path)), (*above, os.path.realpath(path))
     bases = source.read(path.read_bytes())
     yield source
