@@ -6,8 +6,7 @@ import numbers
 import re
 import reprlib
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -24,10 +23,9 @@ class InputError(ValueError):
     Of an error that torch raises again from a worker of a loader, its one line is kept.
     """
 
-    def __init__(self, message: str = "", *, about: object = ()):
+    def __init__(self, message: str = ""):
         raised = _IN_WORKER.fullmatch(message)
         super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
-        self.about: tuple[str, ...] = ()
 
     @property
     def errors(self) -> tuple["InputError", ...]:
@@ -75,19 +73,6 @@ def raise_together(*checks: Iterable[InputError]) -> None:
             found |= {str(each): each for each in error.errors}
     if found:
         raise Mistakes(found.values()) if len(found) > 1 else next(iter(found.values()))
-
-
-def at_once(checks: Iterable[Callable[[], Iterable[InputError] | None]]) -> None:
-    raise_together(*(_run(check) for check in checks))
-
-
-def _run(check: Callable[[], Iterable[InputError] | None]) -> Iterator[InputError]:
-    yield from check() or ()
-
-
-@contextmanager
-def about(*options: str) -> Iterator[None]:
-    yield
 
 
 class UnsupportedArchitecture(InputError):

@@ -197,8 +197,7 @@ def check_matches(
             examples = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
                 f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} "
-                f"(the model has {examples}, ...)",
-                about=option,
+                f"(the model has {examples}, ...)"
             )
 
 
@@ -232,8 +231,7 @@ def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[s
         parameter.requires_grad_(id(parameter) in trained)
     if not trained:
         options = f"train_modules is {written(train)} and freeze_modules is {written(freeze)}"
-        names = ("train_modules", "freeze_modules")
-        raise InputError(f"{options}, which leaves nothing to train; freeze less", about=names)
+        raise InputError(f"{options}, which leaves nothing to train; freeze less")
 
 
 def own_names(module: nn.Module) -> set[str]:

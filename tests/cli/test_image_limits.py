@@ -10,10 +10,6 @@ from transformers import AutoImageProcessor
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.run import image_rows
-from unsloth_pack.run.documents import load_tokenizer
-from unsloth_pack.run.image_rows import saved_with_model
-from unsloth_pack.run.resolve import read_options
 
 FIRST, SECOND = 4096, 2048
 

@@ -72,7 +72,10 @@ def test_what_transformers_hears_of_no_settings():
             "'beta1', which adafactor does not take; leave out optim_args",
         ),
         ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args: momentum is 'fast'; give a number of"),
-        ({"optim": "sgd", "optim_args": "nesterov=true"}, "optim is 'sgd', which refuses optim_args: Nesterov momentum"),
+        (
+            {"optim": "sgd", "optim_args": "nesterov=true"},
+            "optim is 'sgd', which refuses optim_args: Nesterov momentum",
+        ),
         ({"optim": "sgd", "optim_args": "nesterov=7"}, "optim_args: nesterov is 7; give true or false"),
         (
             {"optim": "adamw_torch", "optim_args": "beta2=1"},

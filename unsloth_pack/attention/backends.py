@@ -150,7 +150,7 @@ def requested_backend(name: str) -> tuple[str, str]:
     if override := os.environ.get(ENVIRONMENT_VARIABLE):
         source, value = ENVIRONMENT_VARIABLE, override
     if value != "auto" and value not in BACKENDS:
-        raise InputError(f"{source} is {value!r}; choose one of auto, {', '.join(BACKENDS)}", about=source)
+        raise InputError(f"{source} is {value!r}; choose one of auto, {', '.join(BACKENDS)}")
     return value, source
 
 
@@ -179,7 +179,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
     elif reason := why_unavailable(name, need):
         able = [candidate for candidate in BACKENDS if why_unavailable(candidate, need) is None]
         raise BackendUnavailable(
-            f"{source} {name!r} cannot run: {reason}; use 'auto' or one of {', '.join(able)}", about=source
+            f"{source} {name!r} cannot run: {reason}; use 'auto' or one of {', '.join(able)}"
         )
     else:
         chosen, why = name, f"asked for by {source}"

@@ -136,7 +136,7 @@ def claimed(folder: Path) -> Iterator[None]:
             _lock(descriptor)
         except BlockingIOError:
             said = f"output_dir {str(folder)!r} is in use by another run; wait for its end, or name another"
-            raise InputError(said, about="output_dir") from None
+            raise InputError(said) from None
         yield
     finally:
         for path in new:

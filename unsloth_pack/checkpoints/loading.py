@@ -357,20 +357,18 @@ def check_loading(
     flags = {"load_in_4bit": in_4bit, "load_in_8bit": in_8bit, "load_in_fp8": in_fp8}
     forms = [name for name, is_set in flags.items() if is_set]
     if len(forms) > 1:
-        raise InputError(f"{' and '.join(forms)} are set together; choose one", about=forms)
+        raise InputError(f"{' and '.join(forms)} are set together; choose one")
     if full and forms:
-        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {forms[0]}", about=forms)
+        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {forms[0]}")
     if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
         raise InputError(
             f"load_in_fp8=True needs a GPU of compute capability 8.9 or more, this is {where}; use bfloat16, "
-            "load_in_8bit or load_in_4bit",
-            about="load_in_fp8",
+            "load_in_8bit or load_in_4bit"
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError(
-            f"{forms[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'",
-            about=forms,
+            f"{forms[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'"
         )
 
 
@@ -379,8 +377,7 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Pretraine
     if max_seq_length > text_config.max_position_embeddings:
         raise InputError(
             f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters",
-            about="max_seq_length",
+            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters"
         )
 
 
@@ -389,15 +386,11 @@ def check_loftq(loftq_config: Mapping[str, object]) -> None:
     known = [each.name for each in fields(LoftQConfig)]
     if unknown := [name for name in loftq_config if name not in known]:
         raise InputError(
-            f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}",
-            about=f"loftq_config.{unknown[0]}",
+            f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}"
         )
     if not torch.cuda.is_available():
         given = json.dumps(dict(loftq_config))
-        raise InputError(
-            f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out",
-            about="loftq_config",
-        )
+        raise InputError(f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
 def check_files(folder: str, what: str, use_safetensors: bool) -> None:

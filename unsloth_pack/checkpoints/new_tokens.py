@@ -57,7 +57,7 @@ def read_new_tokens(path: str) -> dict[str, str | None]:
 
 
 def _refusal(path: str, why: str) -> InputError:
-    return InputError(f"add_tokens is {path!r}: {why}", about="add_tokens")
+    return InputError(f"add_tokens is {path!r}: {why}")
 
 
 def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: NewTokens) -> dict[int, list[int]]:
@@ -75,15 +75,13 @@ def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: NewTokens) -> d
         if token in vocabulary:
             raise InputError(
                 f"add_tokens names {token!r}, which is token {vocabulary[token]} already; leave it out, and "
-                f"give --trainable_token_indices {vocabulary[token]} to train it",
-                about="add_tokens",
+                f"give --trainable_token_indices {vocabulary[token]} to train it"
             )
         ids = tokenizer.encode(description, add_special_tokens=False) if description else []
         if description and not {*ids} - {tokenizer.unk_token_id}:
             raise InputError(
                 f"add_tokens describes {token!r} as {description!r}, of which the tokenizer makes no token; "
-                "describe it in other words, or leave the description out",
-                about="add_tokens",
+                "describe it in other words, or leave the description out"
             )
         of_description.append(ids)
     tokenizer.add_tokens([*tokens])

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, split_torch_state_dict_into_shards
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -219,7 +219,10 @@ def check_save_method(model: nn.Module, save_method: str) -> None:
 
 
 def save_in_own_dtype(
-    model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None
+    model: nn.Module,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Save a whole model, adapters merged, in the type that its weights have, and its tokenizer.
 

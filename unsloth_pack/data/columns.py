@@ -87,8 +87,7 @@ def check_used(columns: ColumnMapping, unused: Sequence[str], *, are_shared: boo
                 way = write_mapping({name: None})
             raise InputError(
                 f"columns maps {name!r} to {to!r}, which the rows are not made of; map what goes with it "
-                f"too, or give {way}",
-                about="columns",
+                f"too, or give {way}"
             )
 
 
@@ -97,10 +96,7 @@ def check_shared(columns: ColumnMapping, names: Mapping[str, Sequence[str]]) -> 
     for name in columns:
         if not any(name in of_set for of_set in names.values()):
             have = ", ".join(f"{data_set} ({', '.join(of_set)})" for data_set, of_set in names.items())
-            raise InputError(
-                f"columns maps {name!r}, and no data set has such a column: {have}; correct it",
-                about="columns",
-            )
+            raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
 
 
 def suggested(names: Sequence[str], first: Row) -> dict[str, str]:

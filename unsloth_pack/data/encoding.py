@@ -84,8 +84,7 @@ class Encoder:
             )
         if responses_only and column == "text":
             raise InputError(
-                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it",
-                about="train_on_responses_only",
+                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
             )
         self._has_plain_backend = _has_plain_backend(tokenizer)
         self._marks_assistant = responses_only and is_chat
@@ -218,8 +217,7 @@ class Encoder:
             if asked is None or not is_exact:
                 raise InputError(
                     f"row {number}: the chat template does not mark answers; put {{% generation %}} around "
-                    "them, or drop train_on_responses_only",
-                    about="train_on_responses_only",
+                    "them, or drop train_on_responses_only"
                 )
             mask[(ends > len(asked)) & (begins < len(answered))] = 1
         return mask

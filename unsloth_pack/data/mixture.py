@@ -107,8 +107,7 @@ def mix(
         if not len(numbers):
             raise InputError(
                 f"{source.name}: all of its {len(source.documents.rows):,} documents are held out by "
-                f"eval_fraction {eval_fraction:g}; lower it, or leave out the data set",
-                about=(source.option, "eval_fraction"),
+                f"eval_fraction {eval_fraction:g}; lower it, or leave out the data set"
             )
     order = _order(sources, left, how, seed)[:most]
     lengths = _Lengths.of(together)
@@ -166,8 +165,7 @@ def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
     n_more = round(fraction * len(numbers))
     if not whole and not n_more:
         raise InputError(
-            f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it",
-            about=f"{source.option}.weight",
+            f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it"
         )
     more = np.random.default_rng(seed).permutation(len(numbers))[:n_more]
     return np.concatenate([np.tile(numbers, int(whole)), numbers[np.sort(more)]])
@@ -268,8 +266,7 @@ def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndar
     if len(sizes) < 2:
         raise InputError(
             f"eval_fraction is {fraction:g}, and all {len(hashes):,} documents hold the same tokens, so that "
-            "none can be held out; give more data, or --eval_dataset",
-            about="eval_fraction",
+            "none can be held out; give more data, or --eval_dataset"
         )
     most = fraction * len(hashes)
     is_chosen = np.zeros(len(sizes), bool)
@@ -341,8 +338,7 @@ class MixedRows:
             if self._ending is None and weight % 1:
                 raise InputError(
                     f"{source.name}: weight {weight:g} is a share of documents that nobody has counted, as "
-                    "the data streams; give a whole number, or --mixture interleave_under",
-                    about=f"{source.option}.weight",
+                    "the data streams; give a whole number, or --mixture interleave_under"
                 )
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:

@@ -19,7 +19,7 @@ from unsloth_pack.data.rows import ColumnMapping, telling_names
 from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource
 from unsloth_pack.data.text_files import COMPRESSED, plain_name
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
-from unsloth_pack.errors import InputError, about, first_line
+from unsloth_pack.errors import InputError, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -315,8 +315,7 @@ class ChosenRows:
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         if self._limit is not None and place.seen >= self._limit:
             return
-        with about(self.option):
-            yield from self._blocks(place)
+        yield from self._blocks(place)
 
     def _blocks(self, place: Place) -> Iterator[RawBlock]:
         for block in self._source.one_pass(place):
@@ -360,9 +359,8 @@ class DataSet:
 
     def read(self, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
         """Its rows under their own column names, as `load_rows` reads them; `split` where it names none."""
-        with about(self.option):
-            self._check_split()
-            return load_rows(self.path, self.split or split, num_proc)
+        self._check_split()
+        return load_rows(self.path, self.split or split, num_proc)
 
     def chosen(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Of the rows that were read those that are taken, under the column names that it gives them."""
@@ -370,14 +368,13 @@ class DataSet:
             with telling_names(self.columns, are_shared=self.shares_columns):
                 rows = renamed(rows, self.columns)
         except InputError as error:
-            raise InputError(f"{self.name}: {error}", about=self.option) from None
+            raise InputError(f"{self.name}: {error}") from None
         return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
 
     def check_there(self, is_stream: bool = False) -> None:
         """Refuse a path at which nothing lies, and a split of a file."""
-        with about(self.option):
-            check_there(self.path, is_stream)
-            self._check_split()
+        check_there(self.path, is_stream)
+        self._check_split()
 
     def check(self, is_stream: bool = False) -> None:
         """Refuse what the first rows tell: as `check_there`, and a column that is not among theirs."""
@@ -393,9 +390,8 @@ class DataSet:
 
     def open(self) -> RowSource:
         """Its rows under their own column names, to be read as they are needed."""
-        with about(self.option):
-            self._check_split()
-            return open_stream(self.path, self.split or "train")
+        self._check_split()
+        return open_stream(self.path, self.split or "train")
 
     def chosen_of(self, source: RowSource) -> RowSource:
         """Of a source that was opened the rows that are taken, under the column names that it gives them."""

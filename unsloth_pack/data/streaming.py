@@ -33,7 +33,7 @@ from unsloth_pack.data.text_files import (
 )
 from unsloth_pack.data.token_counts import SpanCounts
 from unsloth_pack.data.tokenize import DocumentMaker, RowHashes, SpanMaker, check_counted, document_schema
-from unsloth_pack.errors import InputError, about
+from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
@@ -103,7 +103,7 @@ def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
 
 def no_rows(source: RowSource) -> InputError:
     """The error of a source whose pass has ended without a row."""
-    return InputError(f"{source.name}: 0 rows; give a dataset with at least one", about=source.option)
+    return InputError(f"{source.name}: 0 rows; give a dataset with at least one")
 
 
 def _unreadable(chosen: range) -> datasets.Dataset:
@@ -356,8 +356,7 @@ class DocumentStream:
         if chosen:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
-            with about(block.option):
-                rows = block.read(chosen)
+            rows = block.read(chosen)
             try:
                 with telling_names(block.columns):
                     for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
@@ -369,7 +368,7 @@ class DocumentStream:
                 hint = ""
                 if self._have_images is not None and self._have_images(rows):
                     hint = "; the first rows have no images: if later ones do, give --image_folder"
-                raise InputError(f"{block.name}: {error}{hint}", about=(*error.about, block.option)) from None
+                raise InputError(f"{block.name}: {error}{hint}") from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)

@@ -128,8 +128,7 @@ def check_token_loss(
     loses = "has lost" if are_packed else "would lose"
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
-        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}",
-        about=("max_token_loss", "max_seq_length", option),
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}"
     )
 
 

@@ -223,15 +223,13 @@ def check_counted(ledger: TokenLedger, max_length: int) -> None:
     if ledger.rows_broken and ledger.rows_broken == ledger.rows_read:
         raise InputError(
             f"each of the {ledger.rows_read} rows has an image that cannot be used, and skip_broken_images "
-            "leaves them out; leave out --skip_broken_images to see the first",
-            about="skip_broken_images",
+            "leaves them out; leave out --skip_broken_images to see the first"
         )
     if not ledger.tokens_counted:
         raise InputError(
             f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
             f"({ledger.tokens_truncated} lie beyond max_seq_length {max_length}); raise max_seq_length, or "
-            "give data with responses",
-            about="max_seq_length",
+            "give data with responses"
         )
 
 

@@ -121,8 +121,7 @@ def refuse_unmapped(dataset: datasets.Dataset) -> None:
         first = value[0] if isinstance(value, list) and value else value
         if name not in _USED and isinstance(first, str) and _FILE.search(first) and MARK in str(texts):
             raise InputError(
-                f"row 0: {MARK} in the text, and no column image; map {name!r} to it, which holds {first!r}",
-                about="columns",
+                f"row 0: {MARK} in the text, and no column image; map {name!r} to it, which holds {first!r}"
             )
 
 

@@ -161,8 +161,7 @@ def load_image_processor(
             remedy = f"set {family.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
             raise InputError(
                 f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
-                f"{remedy if family.own_limit else 'leave it out: every image becomes as many tokens'}",
-                about=name,
+                f"{remedy if family.own_limit else 'leave it out: every image becomes as many tokens'}"
             )
     processor = load_with(AutoImageProcessor, source, **hub)
     family(processor, config)
@@ -179,10 +178,10 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
     a_token = (image_processor.patch_size * image_processor.merge_size) ** 2
     if least > most:
         problem = f"min_pixels is {least} and max_pixels is {most}; give a range"
-        raise InputError(problem, about=("min_pixels", "max_pixels"))
+        raise InputError(problem)
     if most < a_token:
         problem = f"max_pixels is {most}, and one token is {a_token} pixels; raise it"
-        raise InputError(problem, about="max_pixels")
+        raise InputError(problem)
     image_processor.size = {"shortest_edge": least, "longest_edge": most}
     return image_processor
 

@@ -18,7 +18,7 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
-from unsloth_pack.errors import InputError, about, at_once
+from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.lora.expert_stacks import is_experts, list_ungated_stacks
 from unsloth_pack.models import arch_spec_for
 
@@ -199,8 +199,7 @@ def _choose_targets(
         return Targets(target_modules)
     names = list_default_names(model) if target_modules is None else _join_names(model, target_modules, notes)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
-    with about("target_modules"):
-        _check_targets(model, names, experts)
+    _check_targets(model, names, experts)
     if not experts:
         modules = limit_to_text_model(model, names if isinstance(names, str) else list(names), options, notes)
         return Targets(modules, _choose_ungated_stacks(model, names, options, notes))
@@ -267,8 +266,7 @@ def _choose_stacks(
                 (half,) = halves & named
                 raise InputError(
                     f"target_modules names {half!r} of experts without {missing.pop()!r}, but one stack "
-                    "holds both; name both or neither",
-                    about="target_modules",
+                    "holds both; name both or neither"
                 )
             doubles |= halves <= named
         chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
@@ -317,8 +315,7 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
         weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
         known = {_leaf(path) for path in [*weighted, *others]}
         raise InputError(
-            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}",
-            about=name,
+            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}"
         )
 
 
@@ -403,9 +400,8 @@ def refuse_on_stacks(targets: Targets, options: Options) -> None:
     errors = [
         InputError(
             f"{name} is {value!r}, which PEFT's LoRA does not have on {place}; drop {name}, or give "
-            "target_modules without layers of experts",
-            about=(name, "target_modules"),
+            "target_modules without layers of experts"
         )
         for name, value in refused.items()
     ]
-    at_once([lambda: errors])
+    raise_together(errors)

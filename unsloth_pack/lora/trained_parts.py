@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from unsloth_pack.errors import InputError, at_once, require_whole
+from unsloth_pack.errors import InputError, errors_of, raise_together, require_whole
 from unsloth_pack.lora.targets import NO_LAYERS, check_names, list_default_names, list_expert_layers
 
 logger = logging.getLogger("unsloth_pack")
@@ -192,17 +191,15 @@ def check_parts(
 ) -> None:
     """Refuse values of a `LoraConfig` that PEFT ignores silently, or fails on without an explanation."""
     if bias not in ("none", "all", "lora_only"):
-        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only", about="bias")
+        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
     n_layers = model.config.get_text_config().num_hidden_layers
     tokens, whole = options.get("trainable_token_indices"), modules_to_save or ()
-    at_once(
-        [
-            partial(check_layers, options.get("layers_to_transform"), n_layers),
-            partial(check_names, model, "modules_to_save", whole),
-            partial(_check_can_train, model, whole),
-            partial(_check_tokens, model, tokens),
-            partial(check_rows_apart, model, whole, tokens),
-        ]
+    raise_together(
+        errors_of(check_layers, options.get("layers_to_transform"), n_layers),
+        errors_of(check_names, model, "modules_to_save", whole),
+        errors_of(_check_can_train, model, whole),
+        errors_of(_check_tokens, model, tokens),
+        errors_of(check_rows_apart, model, whole, tokens),
     )
 
 
@@ -223,9 +220,7 @@ def _check_can_train(model: nn.Module, modules_to_save: Collection[str]) -> None
         is_saved = any(f".{name}." in f".{path}" for name in modules_to_save)
         if is_saved and (not weight.is_floating_point() or weight.dtype == torch.float8_e4m3fn):
             remedy = "load without load_in_4bit, load_in_8bit or load_in_fp8"
-            raise InputError(
-                f"modules_to_save names {path}, which is quantised; {remedy}", about="modules_to_save"
-            )
+            raise InputError(f"modules_to_save names {path}, which is quantised; {remedy}")
 
 
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
@@ -240,7 +235,7 @@ def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
     for token in ids:
         require_whole(name, token, 0, vocab_size - 1)
     if twice := sorted({token for token in ids if [*ids].count(token) > 1}):
-        raise InputError(f"{name} holds {twice[0]} twice; keep one", about=name)
+        raise InputError(f"{name} holds {twice[0]} twice; keep one")
 
 
 def _by_module(tokens: TokenIndices) -> Mapping[str, Sequence[int]]:
@@ -253,10 +248,7 @@ def _check_tokens(model: PreTrainedModel, tokens: TokenIndices | None) -> None:
     embedding: Any = model.get_input_embeddings()
     for ids in () if tokens is None else _by_module(tokens).values():
         if not isinstance(ids, list | tuple) or not ids:
-            raise InputError(
-                f"trainable_token_indices is {tokens!r}; give a list of token ids",
-                about="trainable_token_indices",
-            )
+            raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
         check_token_ids("trainable_token_indices", ids, embedding.num_embeddings)
 
 
@@ -273,8 +265,7 @@ def check_rows_apart(
     for name in modules:
         if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in _by_module(tokens)}:
             raise InputError(
-                f"{option} names {name}, of which {asked} trains some rows alone; leave one of them out",
-                about=(option, asked),
+                f"{option} names {name}, of which {asked} trains some rows alone; leave one of them out"
             )
     output = model.get_output_embeddings()
     head = next((name for name, module in model.named_modules() if module is output), "")
@@ -282,7 +273,7 @@ def check_rows_apart(
     saved = [name for name in modules if name == head or head.endswith(f".{name}")]
     if is_tied and saved:
         text = f"{option} names {saved[0]}, which is tied to the embedding whose rows {asked} trains"
-        raise InputError(f"{text}; leave one of them out", about=(option, asked))
+        raise InputError(f"{text}; leave one of them out")
 
 
 def refuse_adapted_rows(
@@ -309,6 +300,5 @@ def refuse_adapted_rows(
             name = path.rpartition(".")[2]
             raise InputError(
                 f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "
-                f"leave {name} out of target_modules, or leave out {option}",
-                about=("target_modules", option),
+                f"leave {name} out of target_modules, or leave out {option}"
             )

@@ -305,7 +305,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
 def _swap_inside_layers(
     patch: Patch, decoder: Any, parts: DecoderParts, spec: ArchSpec, backend: str, plan: GateAndUpPlan
 ) -> None:
-    def place_of(number: int) -> dict[str, object]:
+    def place_of(number: int) -> dict[str, Any]:
         return {"decoder_layer": decoder.layers[number], "number": number, "gate_and_up_plan": plan}
 
     if trains_tokens(embeddings := decoder.get_input_embeddings()):

@@ -77,8 +77,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return dict(read_lines(folder)[0]["options"])
     except (OSError, ValueError, LookupError, TypeError):
         raise InputError(
-            f"{folder / FILE_NAME}: no configuration of a run to resume; check --output_dir, or start anew",
-            about=("output_dir", "resume"),
+            f"{folder / FILE_NAME}: no configuration of a run to resume; check --output_dir, or start anew"
         ) from None
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 
-from unsloth_pack.errors import InputError, at_once
+from unsloth_pack.errors import InputError, errors_of, raise_together
 from unsloth_pack.lora.trained_parts import VisionParts
 from unsloth_pack.modules import check_matches, compile_patterns
 from unsloth_pack.training.nonfinite import leave_out
@@ -69,7 +69,7 @@ def check_rates(model: nn.Module, rates: LearningRates) -> None:
         InputError: names the regular expression or the option.
     """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    at_once([partial(check_rates_by_name, rates, trained), partial(_unused_rates, model, rates, trained)])
+    raise_together(errors_of(check_rates_by_name, rates, trained), _unused_rates(model, rates, trained))
 
 
 def check_rates_by_name(rates: LearningRates, trained: Sequence[str]) -> None:
@@ -83,8 +83,7 @@ def check_rate_of_embeddings(rates: LearningRates, trained: Collection[str]) -> 
         yield InputError(
             f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
             "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
-            "--target_modules",
-            about="embedding_learning_rate",
+            "--target_modules"
         )
 
 
@@ -92,15 +91,13 @@ def _unused_rates(model: nn.Module, rates: LearningRates, trained: Sequence[str]
     if rates.lora_plus_ratio and not any(".lora_B." in name for name in trained):
         yield InputError(
             f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
-            "out",
-            about="lora_plus_ratio",
+            "out"
         )
     trained_parts = {*map(_part_of(model, rates), trained)}
     for part, rate in rates.of_parts.items():
         if part not in trained_parts:
             yield InputError(
-                f"the learning rate of the {part} is {rate:g}, and nothing of it trains; leave it out",
-                about=_PART_OPTIONS[part],
+                f"{_PART_OPTIONS[part]} is {rate:g}, and nothing of the {part} trains; leave it out"
             )
     yield from check_rate_of_embeddings(rates, embedding_names(model).intersection(trained))
 
@@ -270,8 +267,7 @@ def check_host_memory(model: nn.Module) -> None:
     if needed > free:
         raise InputError(
             f"masters_on_host takes {needed / 2**30:.1f} GiB of host memory, of which {free / 2**30:.1f} GiB "
-            "are free; give --optim adamw_torch_8bit --optim_args bf16_stochastic_round=true in its place",
-            about="masters_on_host",
+            "are free; give --optim adamw_torch_8bit --optim_args bf16_stochastic_round=true in its place"
         )
 
 

@@ -156,7 +156,7 @@ class RunTrainer(SFTTrainer):
             if not self.is_deepspeed_enabled:
                 raise
             message = f"DeepSpeed refuses its settings: {' '.join(str(error).split())}; correct the file"
-            raise InputError(message, about="deepspeed") from error
+            raise InputError(message) from error
         model = self.accelerator.unwrap_model(self.model)
         patch, how = patch_of(model), sharded_by(model)
         if patch is not None and how is not None:
