@@ -1,7 +1,6 @@
 """Bad input ends with exit code 2, one line that says what, the value and the remedy, and nothing written."""
 
 import json
-import os
 
 import pytest
 from model_folder import save_model
@@ -10,65 +9,6 @@ from tables import table
 from unsloth_pack.cli import main
 from unsloth_pack.config import OPTIONS, train_parser
 from unsloth_pack.config.names import other_trainers
-
-
-@table(
-    ("flag", "value", "remedy"),
-    [
-        ("learning_rate", "-1", "a number above 0"),
-        ("learning_rate", "nan", "a number above 0"),
-        ("r", "0", "at least 1"),
-        ("r", "1.5", "a whole number"),
-        ("max_seq_length", "0", "at least 1"),
-        ("max_steps", "0", "at least 1"),
-        ("num_train_epochs", "-2", "above 0"),
-        ("lora_dropout", "1", "of at least 0 and below 1"),
-        ("lora_alpha", "0", "above 0"),
-        ("weight_decay", "-0.1", "of at least 0"),
-        ("warmup_steps", "-1", "at least 0"),
-        ("per_device_train_batch_size", "0", "at least 1"),
-        ("gradient_accumulation_steps", "x", "a whole number"),
-        ("logging_steps", "0", "at least 1"),
-        ("seed", "-1", "from 0 to"),
-        ("bias", "some", "one of none, all, lora_only"),
-        ("dtype", "int8", "one of bfloat16, float16, float32"),
-        ("save_method", "gguf", "one of merged_16bit, lora"),
-        ("sample_packing", "maybe", "true or false"),
-        ("use_gradient_checkpointing", "often", "one of true, false, offload, unsloth, auto"),
-        ("loftq_config", "[4]", "or a JSON object"),
-        ("optim", "adamw_torhc", "adamw_torch"),
-        ("lr_scheduler_type", "linaer", "linear"),
-        ("lr_scheduler_type", "warmup_stable_decay", "correct lr_scheduler_kwargs"),
-        ("report_to", "tensorbored", "tensorboard"),
-        ("attn_backend", "falsh", "flash"),
-    ],
-)
-def test_values(flag, value, remedy, refused):
-    error = refused(**{flag: value})
-    assert flag in error
-    assert value in error
-    assert remedy in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint", "remedy"),
-    [
-        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are set together", "choose one"),
-        ({"keep_examples_per_update": True}, "without sample_packing", "give --sample_packing too"),
-        ({"save_path": "merged"}, "save_path is 'merged' but nothing is saved", "give --save_model"),
-        ({"save_model": True, "save_path": "out"}, "save_path 'out' is output_dir", "another folder"),
-        ({"resume": True}, "no configuration of a run to resume", "check --output_dir"),
-        ({"resume": True, "overwrite_output_dir": True}, "contradict each other", "give one"),
-        ({"max_seq_length": 512}, "max_seq_length is 512", "lower it"),
-        ({"dataset": "missing.json"}, "missing.json: file not found", "check the path"),
-        ({"model_name": "no/such-model"}, "cannot load no/such-model", ""),
-        ({"config": "missing.yaml"}, "config is 'missing.yaml'", "check the path"),
-    ],
-)
-def test_combinations_and_names(flags, complaint, remedy, refused):
-    error = refused(**{"output_dir": "out", **flags})
-    assert complaint in error
-    assert remedy in error
 
 
 @pytest.mark.parametrize(
@@ -116,10 +56,6 @@ def test_what_there_is_of_data_and_then_of_a_model_is_told_at_once(train, capsys
         assert [line for line in lines if not any(line in each for each in said)] == []
 
 
-def test_evaluation_cannot_be_packed_alone(refused, data):
-    assert "give --sample_packing too" in refused(eval_packing=True, eval_dataset=data)
-
-
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 @pytest.mark.parametrize(
     ("flag", "value", "remedy"),
@@ -135,11 +71,6 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
     assert remedy in error
 
 
-def test_arguments_that_loftq_does_not_take(refused):
-    said = refused(loftq_config='{"loftq_bit": 4}')
-    assert "loftq_config has 'loftq_bit', which LoftQ does not take; give loftq_bits, loftq_iter" in said
-
-
 def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
     monkeypatch.setattr("unsloth_pack.checkpoints.loading.is_bitsandbytes_available", lambda: False)
     error = refused("--load_in_4bit")
@@ -153,39 +84,6 @@ def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read
     error = refused("--load_in_fp8")
     assert "load_in_fp8" in error
     assert "needs a GPU" in error
-
-
-@table(
-    ("written", "meant"),
-    {
-        "learning_rat": "learning_rate",
-        "lerning_rate": "learning_rate",
-        "learning-rat": "learning_rate",
-        "lora_alhpa": "lora_alpha",
-        "max_seq_len": "max_seq_length",
-        "max_sequence_length": "max_seq_length",
-        "out_dir": "output_dir",
-        "load_4bit": "load_in_4bit",
-        "load_in_4bits": "load_in_4bit",
-        "num_train_epoch": "num_train_epochs",
-        "use_rs_lora": "use_rslora",
-        "attention_backend": "attn_backend",
-        "grad_accumulation_steps": "gradient_accumulation_steps",
-        "per_device_batch_size": "per_device_train_batch_size",
-        "bais": "bias",
-        "sede": "seed",
-        "dtpye": "dtype",
-        "rank": "r",
-        "output": "output_dir",
-        "packin": "packing",
-        "gradient_clip_val": "max_grad_norm",
-        "early_stopping_steps": "early_stopping_patience",
-        "optimizer_kwargs": "optim_args",
-        "save_interval": "save_steps",
-    }.items(),
-)
-def test_a_misspelt_flag_leads_to_the_flag(written, meant, refused):
-    assert refused(command=[f"--{written}"]).endswith(f"; did you mean --{meant}?\n")
 
 
 def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag():
@@ -216,10 +114,6 @@ NO_FLAGS_OF_OURS = """
 @table("flag", NO_FLAGS_OF_OURS.split())
 def test_no_guess_where_nothing_is_alike(flag):
     assert "did you mean" not in train_parser().remedy(f"--{flag}")
-
-
-def test_where_nobody_can_tell_the_help_does(refused):
-    assert refused(command=["--frobnicate"]).endswith("; see `unsloth-pack --help`\n")
 
 
 @table(
@@ -329,31 +223,6 @@ def test_data(name, text, flags, complaint, refused, rows, tmp_path):
     assert complaint in refused(dataset=tmp_path / name, **flags)
 
 
-@pytest.mark.parametrize("command", [[], ["stats"]])
-def test_every_wrong_item_of_a_list_is_told(command, capsys):
-    sets = '[{"pth": "a"}, {"path": "b", "weight": -1}, {"path": "c", "limit": 0}]'
-    assert main([*command, "--dataset", sets]) == 2
-    told = [
-        *("item 1, path is missing; ", "item 1, pth is unknown; "),
-        *("item 2, weight is -1; ", "item 3, limit is 0; "),
-    ]
-    for part, line in zip(told, capsys.readouterr().err.splitlines(), strict=True):
-        assert line.startswith(f"unsloth-pack: dataset: {part}")
-
-
-def test_columns_that_no_data_set_would_use(refused):
-    sets = '[{"path": "a.json", "columns": {"q": "text"}}]'
-    assert "columns is set, and every item" in refused(
-        command=["stats", "--dataset", sets, "--columns=q=text"]
-    )
-
-
-@pytest.mark.parametrize("text", ["- r\n", "r: [", "r: 0\n", "rr: 1\n", "config: other.yaml\n"])
-def test_config_files(text, refused, tmp_path):
-    (tmp_path / "run.yaml").write_text(text)
-    assert "r" in refused(config=tmp_path / "run.yaml")
-
-
 def test_token_ids_beyond_the_vocabulary(refused, tmp_path):
     folder = save_model(tmp_path / "small", vocab_size=100, eos_token_id=2, pad_token_id=0)
     error = refused(model_name=folder)
@@ -367,31 +236,6 @@ def test_an_architecture_without_a_patch(refused, tmp_path):
     error = refused(model_name=folder)
     assert "'gpt2' has no patch" in error
     assert "llama" in error
-
-
-@pytest.mark.parametrize("left", ["adapter_config.json", "metrics.jsonl", "checkpoint-3/trainer_state.json"])
-def test_a_folder_that_holds_a_run(left, refused, tmp_path):
-    file = tmp_path / "out" / left
-    file.parent.mkdir(parents=True)
-    file.write_text("{}")
-    error = refused()
-    assert left.partition("/")[0] in error
-    assert "--resume, --overwrite_output_dir, or another folder" in error
-
-
-def test_folders_that_cannot_be_written(refused, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "is a file; give another folder" in refused(output_dir=tmp_path / "file" / "out")
-    assert "save_path" in refused("--save_model", save_path=tmp_path / "file")
-    if os.geteuid():
-        (tmp_path / "closed").mkdir(mode=0o500)
-        assert "cannot be written to" in refused(output_dir=tmp_path / "closed" / "out")
-
-
-def test_a_merged_model_replaces_nothing(refused, tmp_path):
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "config.json").write_text("{}")
-    assert "is not empty; give a new folder" in refused("--save_model", save_path=tmp_path / "kept")
 
 
 def test_debug_shows_the_traceback(capsys):

@@ -107,12 +107,6 @@ def test_check_says_all_that_is_wrong_and_nothing_else(said, capsys):
     ]
 
 
-def test_check_finds_options_that_contradict_each_other(capsys):
-    Path("run.yaml").write_text("load_in_4bit: true\nload_in_8bit: true\n")
-    assert main(["config", "check", "run.yaml"]) == 2
-    assert "load_in_4bit and load_in_8bit are set together; choose one" in capsys.readouterr().err
-
-
 def test_check_of_settings_that_need_other_machines_is_fine(said):
     for settings in ("fsdp: full\n", "load_in_fp8: true\n"):
         Path("run.yaml").write_text(f"{settings}output_dir: /proc/nowhere\n")
@@ -151,24 +145,12 @@ def test_what_is_refused(command, says, capsys):
     assert sorted(os.listdir()) == ["a.yaml", "file"]
 
 
-def test_schema_prints_json(said):
-    assert json.loads(said("config", "schema"))["properties"]["training"]["properties"]["learning_rate"]
-
-
 @pytest.mark.parametrize("command", ["config", "recipe"])
 def test_help(command, capsys):
     for arguments in ([command, "--help"], [command, "-h"]):
         assert main(arguments) == 0
         assert f"unsloth-pack {command} " in capsys.readouterr().out
     assert main(["config"]) == 0
-
-
-def test_list_names_every_recipe_and_what_it_is_for(said):
-    lines = said("recipe", "list").splitlines()
-    assert [line.split()[0] for line in lines] == recipe_names()
-    assert {"sft-packed", "qlora", "stage1", "stage2"} <= {*recipe_names()}
-    assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
-    assert said("recipe") == said("recipe", "list")
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -482,39 +464,6 @@ def test_what_else_a_file_of_a_stranger_holds(name, capsys):
     assert main(["config", "check", "run.yaml"]) == 2
     for line, part in zip(capsys.readouterr().err.splitlines(), told, strict=True):
         assert line.startswith(f"run.yaml:{part}")
-
-
-def test_options_of_images_for_a_model_that_takes_none(capsys):
-    Path("run.yaml").write_text("max_pixels: 4096\nfreeze_vit: false\n")
-    assert main(["--config=run.yaml"]) == 2
-    told = ["1: max_pixels is 4096, and demo takes no images", "2: freeze_vit is false, and demo takes"]
-    for line, part in zip(capsys.readouterr().err.splitlines(), told, strict=True):
-        assert line.startswith(f"run.yaml:{part}")
-
-
-def test_folders_and_sharding_tell_all_of_their_mistakes(capsys):
-    Path("rows/out").mkdir(parents=True)
-    Path("rows/a.jsonl").write_text('{"text": "word"}\n')
-    Path("rows/out/loss.png").write_text("mine")
-    Path("taken").mkdir()
-    Path("taken/file").write_text("mine")
-    Path("fsdp.yaml").write_text("version: 1\nsharding: full\n")
-    Path("run.yaml").write_text(
-        "dataset: rows\noutput_dir: rows/out\nsave_path: taken\nsave_model: true\nfsdp: fsdp.yaml\n"
-        "use_gradient_checkpointing: auto\nload_in_4bit: true\nload_in_8bit: false\n"
-    )
-    assert main(["--config=run.yaml"]) == 2
-    said = capsys.readouterr().err
-    for part in (
-        *("2: output_dir 'rows/out' is in dataset 'rows'", "2: output_dir 'rows/out' holds loss.png"),
-        *("3: save_path 'taken' is not empty", "5: fsdp shards 16-bit weights and load_in_4bit is set"),
-        *("5: fsdp is 'fsdp.yaml', which sets version to 1", "5: fsdp is 'fsdp.yaml', which sets sharding"),
-        *("6: use_gradient_checkpointing is 'auto'", "5: fsdp shards over several processes and this is one"),
-    ):
-        assert f"run.yaml:{part}" in said
-    Path("run.yaml").write_text("output_dir: run.yaml\nsave_model: true\n")
-    assert main(["--config=run.yaml"]) == 2
-    assert capsys.readouterr().err.count("run.yaml' is a file") == 1  # and not also of the folder within it
 
 
 def test_a_recipe_is_copied_under_another_name(said, capsys):

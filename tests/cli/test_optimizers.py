@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
 from trl import SFTConfig
 
 from unsloth_pack.run.optimizer import SETTINGS, arguments_of
@@ -54,12 +53,6 @@ def test_every_setting_reaches_the_optimizer(optim):
         assert number == (True if isinstance(value, str) else value)
 
 
-def test_what_transformers_hears_of_no_settings():
-    assert "optim_args" not in arguments_of(read_options(["--dataset=d", "--optim=sgd"]).training)
-    config = SFTConfig("out", optim="sgd", use_cpu=True, bf16=False, optim_args="momentum=0.5")
-    assert Trainer.get_optimizer_cls_and_kwargs(config)[1]["momentum"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -97,15 +90,6 @@ def test_what_transformers_hears_of_no_settings():
 )
 def test_settings_that_cannot_be(flags, says, refused):
     assert says in refused(**flags)
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
-def test_torchao_that_is_not_there(optim, refused, monkeypatch):
-    monkeypatch.setattr("transformers.trainer_optimizer.is_torchao_available", lambda: False)
-    line = refused(optim=optim, optim_args="block_size=64")
-    assert (
-        f"optim is '{optim}', which needs torchao, and that cannot be imported; pip install torchao" in line
-    )
 
 
 def groups_of(folder):

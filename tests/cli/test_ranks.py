@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +14,7 @@ from safetensors.torch import load_file
 from transformers import TrainerControl
 from warm import torchrun
 
-from unsloth_pack.config import TrainOptions, changed
-from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.report.callbacks import StopOnSignal
-from unsloth_pack.run import sharding
 
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
 SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
@@ -259,21 +255,3 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
     assert merged[0].keys() == merged[1].keys()
     assert read_metrics(resumed)["log"][0] == read_metrics(two)["log"][0]  # of the run that it goes on with
     AutoPeftModelForCausalLM.from_pretrained(resumed)
-
-
-@pytest.mark.parametrize(("stage", "are_whole"), [(1, True), (2, True), (3, False)])
-def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(
-    stage, are_whole, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(sharding, "find_spec", lambda name: name)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    given = {"deepspeed": str(settings), "use_gradient_checkpointing": "auto"}
-    training = changed(TrainOptions(), given).training
-    refused = pytest.raises(
-        InputError, match="'auto', which every process decides for itself, but under deepspeed"
-    )
-    with nullcontext() if are_whole else refused:
-        raise_together(sharding.check_sharding(training))
-    assert sharding.zero_stage(training) == stage  # it is the file that decides

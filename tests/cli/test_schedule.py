@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 
 import pytest
@@ -259,10 +258,3 @@ def test_early_stopping_goes_on_where_a_run_was_killed(best, train, refused, dat
         assert all(torch.equal(adapter(whole)[name], weight) for name, weight in adapter(killed).items())
     says = refused(command=["--resume", f"--output_dir={whole}"])
     assert "is complete after 5 updates" in says
-
-
-def test_the_help_names_them(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    for flag in ("--tuning", "--add_tokens", "--lora_plus_ratio", "--save_delay_steps", "--init_adapter"):
-        assert re.search(rf"^  {flag} ", shown, re.MULTILINE)

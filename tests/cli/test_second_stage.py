@@ -200,20 +200,6 @@ def test_a_refusal_leaves_no_merged_model_and_keeps_that_of_an_earlier_run(
     assert not (out / "base").exists()  # nothing needs it any more
 
 
-def test_a_folder_in_the_way_of_the_merged_model(first_stage, train, refused, model, tmp_path):
-    on_top, out = {"init_adapter": first_stage(), "max_steps": 1}, tmp_path / "out"
-    assert train("--packing", max_steps=1) == 0
-    shutil.copytree(model, out / "base")
-    says = refused("--merge_init_adapter", "--overwrite_output_dir", **on_top)
-    assert "out/base', which is there already; give another --output_dir" in says
-    assert train("--packing", "--overwrite_output_dir", max_steps=1) == 0
-    plain(out / "base")  # which is somebody's own
-    inside = {"output_dir": tmp_path / "new", "save_path": tmp_path / "new" / "base" / "merged"}
-    assert "where merge_init_adapter puts" in refused(
-        "--merge_init_adapter", "--save_model", **on_top, **inside
-    )
-
-
 def test_all_that_differs_between_stages_is_told_at_once(first_stage, train, capsys):
     first = first_stage()
     capsys.readouterr()
@@ -246,11 +232,3 @@ def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
     assert f"and model_name is {untied!r}" in refused(init_adapter=first, model_name=untied)
     assert "holds no adapter_config.json" in refused(init_adapter=tmp_path)
     assert "merge_init_adapter is set without" in refused("--merge_init_adapter")
-
-
-def test_the_same_options_in_both_stages(first_stage, train, tmp_path):
-    """As where one file inherits from another."""
-    flags = {"target_modules": "q_proj,v_proj", "modules_to_save": "model.norm", "freeze_modules": "layers.0"}
-    first = first_stage(**flags)
-    second = {"output_dir": tmp_path / "second", "init_adapter": first, "r": 4, "lora_alpha": 8}
-    assert train("--packing", max_steps=1, **second, **flags) == 0

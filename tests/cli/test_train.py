@@ -1,7 +1,6 @@
 """`unsloth-pack train` from end to end on a tiny model."""
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -147,13 +146,6 @@ def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, caps
     )
 
 
-@pytest.mark.parametrize("layout", ["--padding_free", "--use_dora"])  # joined rows, and padded ones
-def test_other_layouts_train(layout, train, tmp_path):
-    assert train(layout, max_steps=2, per_device_train_batch_size=4) == 0
-    fill = read_metrics(tmp_path / "out")["data"][0]["fill"]
-    assert (fill["slots"] == fill["tokens"]) == (layout == "--padding_free")
-
-
 def test_packed_padded_and_joined_rows_train_alike(train, tmp_path):
     """A batch of all rows is the same batch in any layout."""
     first = {}
@@ -261,19 +253,6 @@ def test_resume_keeps_a_run_that_was_begun_over_another(train, finished, tmp_pat
     assert (tmp_path / "out" / "checkpoint-4").exists()
 
 
-def test_resume_with_evaluation_warns_of_nothing(train, data, tmp_path, monkeypatch):
-    assert train(save_steps=2, max_steps=5, eval_dataset=data) == 0
-    evaluated = [line["step"] for line in read_metrics(tmp_path / "out")["log"] if "eval_loss" in line]
-    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
-    said = []
-    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
-    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
-    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
-    assert not [line for line in said if "trainer_state.json" in line]
-    again = [line["step"] for line in read_metrics(tmp_path / "out")["log"] if "eval_loss" in line]
-    assert again == evaluated != []
-
-
 def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows))
@@ -373,12 +352,6 @@ def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_pat
     assert (tmp_path / "new" / "model.safetensors").is_file()
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_run(train, finished):
-    assert train("--overwrite_output_dir", max_steps=1) == 0
-    assert list(losses(finished)) == [1]
-    assert not list(finished.glob("checkpoint-*"))
-
-
 def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, tmp_path):
     out = finished
     (out / "checkpoint-2").rename(tmp_path / "moved")
@@ -427,15 +400,6 @@ def test_a_merged_model_is_not_saved_through_a_link(refused, tmp_path):
     assert "out/merged' is a link; remove it, or give the folder that it points to" in error
 
 
-def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text("learning_rate: 3e-3\npacking: true\nr: 4\nuse_rslora: false\nmax_steps: 2\n")
-    assert train(config=config, r=8, learning_rate=None, max_steps=None) == 0
-    options = read_metrics(tmp_path / "out")["config"][0]["options"]
-    wanted = {"learning_rate": 3e-3, "sample_packing": True, "r": 8, "use_rslora": False, "max_steps": 2}
-    assert {name: options[name] for name in wanted} == wanted
-
-
 def test_responses_only(train, tmp_path):
     turns = [{"from": "human", "value": "question"}, {"from": "gpt", "value": "yes"}] * 2
     chat = tmp_path / "chat.jsonl"
@@ -446,13 +410,6 @@ def test_responses_only(train, tmp_path):
         assert train(dataset=chat, output_dir=folder, train_on_responses_only=flag, max_steps=1) == 0
         counted[flag] = read_metrics(folder)["data"][0]["ledger"]["tokens_counted"]
     assert counted["true"] == 2 * len("yes.") < counted["false"]
-
-
-@pytest.mark.parametrize("mode", ["true", "offload"])
-def test_gradient_checkpointing_changes_no_loss(mode, train, tmp_path):
-    assert train(output_dir=tmp_path / "plain", max_steps=2) == 0
-    assert train(use_gradient_checkpointing=mode, max_steps=2) == 0
-    assert list(losses(tmp_path / "out").values()) == pytest.approx(list(losses(tmp_path / "plain").values()))
 
 
 def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from cli_runs import adapter_names, check_merged, cut_after, logits, losses, plain
-from model_folder import byte_tokenizer, save_model
+from model_folder import save_model
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -50,13 +50,6 @@ def test_a_full_run_resumes_bit_for_bit(train, tmp_path):
     assert main(["--resume", f"--output_dir={tmp_path / 'half'}"]) == 0
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
     assert not changed(weights(tmp_path / "half"), weights(tmp_path / "whole"))
-
-
-def test_a_full_run_is_replaced_when_asked(train, refused, tmp_path):
-    flags = {"tuning": "full", "max_steps": 1}
-    assert train("--packing", **flags) == 0
-    assert "holds a model" in refused("--packing", **flags)
-    assert train("--packing", "--overwrite_output_dir", **flags) == 0
 
 
 @pytest.mark.parametrize(
@@ -215,15 +208,6 @@ def test_trained_rows_stand_beside_all_linear_layers_and_an_untied_head(untied, 
         assert train("--overwrite_output_dir", model_name=untied, **flags) == 0
 
 
-def test_what_stacked_experts_cannot_have_is_refused_before_they_are_loaded(refused, tmp_path, monkeypatch):
-    folder = save_model(tmp_path / "experts", "qwen3_moe")
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
-    line = refused("--packing", "--use_dora", model_name=folder)
-    assert "use_dora is True, which PEFT's LoRA does not have on stacked parameters of experts" in line
-    line = refused("--packing", model_name=folder, lora_dropout=0.05)
-    assert "drop lora_dropout, or give target_modules without layers of experts" in line
-
-
 def test_modules_that_train_beside_weights_in_4_bits_keep_their_dtype(train, tmp_path):
     """TRL casts them to bfloat16, in which a router of experts in float32 cannot read them."""
     pytest.importorskip("bitsandbytes")
@@ -311,11 +295,3 @@ def test_new_tokens_begin_as_a_mean(untied):
 def test_new_tokens_that_are_refused(name, content, says, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("unsloth_pack.api.load_model", None)
     assert says in refused(add_tokens=tokens_file(tmp_path, content, name))
-
-
-def test_a_description_of_no_token_is_refused(refused, tmp_path, model, monkeypatch):
-    tokenizer = byte_tokenizer()
-    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: [])
-    file = tokens_file(tmp_path, '{"<a>": "x"}', "tokens.json")
-    assert "describes '<a>' as 'x', of which the tokenizer makes no token" in refused(add_tokens=file)
-    assert "No such file" in refused(add_tokens=tmp_path / "nowhere.txt")

@@ -107,11 +107,6 @@ def test_a_file_that_cannot_be_opened(name):
         given("--config", name)
 
 
-def test_two_files_are_refused():
-    with pytest.raises(InputError, match=r"config is given twice; .* in its base_config"):
-        given("--config=a.yaml", "--config", "b.yaml")
-
-
 def test_every_mistake_in_a_list_of_data_sets_has_the_line_of_its_key():
     said = said_of("""\
 dataset:
@@ -212,17 +207,6 @@ def test_a_chain_of_files_whose_paths_begin_at_each():
     assert options.place_of("seed") is options.place_of("loftq_config.d") is None
 
 
-def test_several_base_files_of_which_the_last_wins_and_shared_ones():
-    write(
-        shared="seed: 1\nr: 1\n",
-        one="base_config: shared.yaml\nr: 2\nlora_alpha: 2\n",
-        two="base_config: shared.yaml\nlora_alpha: 4\n",
-        run="base_config: [one.yaml, two.yaml]\n",
-    )
-    read = given("--config=run.yaml")
-    assert (read["seed"], read["r"], read["lora_alpha"]) == (1, 1, 4.0)
-
-
 def test_null_restores_the_default_and_what_comes_later_begins_anew():
     write(
         base="r: 4\nseed: 4\nloftq_config: {a: 1, b: 2}\n",
@@ -236,13 +220,6 @@ def test_null_restores_the_default_and_what_comes_later_begins_anew():
     assert (anew["r"], anew["loftq_config"]) == (8, {"c": 3})
     nulls = ["--r=null", "--seed", "null", "--loftq_config=null"]
     assert given("--config=anew.yaml", *nulls).keys() == {"config"}
-
-
-@table("flags", [["--columns=images="], ['--columns={"images": null}'], ["--config=run.yaml"]], ids=str)
-def test_a_column_alone_is_left_out_everywhere(flags):
-    """null restores the default of other mappings' parts."""
-    write(base="columns: {images: text}\n", run="base_config: base.yaml\ncolumns: {images: null}\n")
-    assert given(*flags)["columns"] == {"images": None}
 
 
 def test_a_file_that_builds_on_itself_is_told_where_the_circle_closes():

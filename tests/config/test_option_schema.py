@@ -59,7 +59,7 @@ def test_what_train_refuses_an_editor_marks(content, validator):
 
 
 def test_files_of_other_trainers_are_marked(validator):
-    assert len(SEEN) >= 60
+    assert len(SEEN) >= 40
     for file in (Path(__file__).parent / "theirs").glob("*.yaml"):
         assert not validator.is_valid(read(file.read_text())), file.name
 

@@ -13,7 +13,6 @@ from unsloth_pack.config import (
     flat,
     load,
     read_record,
-    train_parser,
 )
 from unsloth_pack.config.options import nested
 from unsloth_pack.errors import InputError
@@ -54,20 +53,6 @@ def test_every_option_has_a_name_of_its_own_a_type_a_default_and_help():
                 read = read_record({name: value}, "record")[name]
                 assert (read, type(read)) == (option.default, type(option.default))
     assert {*OPTIONS["attn_backend"].types} == {"auto", *BACKENDS}
-
-
-def test_the_help_is_made_of_them():
-    said = " ".join(train_parser().format_help().split())
-    for part in (
-        "training: How it is trained, and for how long. --objective sft what is trained for",
-        "--sample_packing [true|false], --packing [true|false] put several documents into a row",
-        "--lora_dropout SHARE probability with which an input of the adapter is dropped (default: 0)",
-        "--dtype bfloat16|float16|float32 number format of the weights (default: bfloat16 if the GPU has it,",
-        "--fsdp [PRESET] divide the weights",
-        "--use_gradient_checkpointing [true|false|offload|unsloth|auto] save GPU memory",
-        "--eval_dataset DATA data to evaluate on, ten times during the run",
-    ):
-        assert part in said
 
 
 A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
@@ -180,20 +165,3 @@ def test_all_flags_that_are_wrong_are_told_at_once():
         "unknown argument '--frob'; see `unsloth-pack --help`",
         "unknown argument '--lerning_rate'; did you mean --learning_rate?",
     ]
-
-
-@table(
-    ("flags", "says"),
-    [
-        (["--dataset=a", "--dataset=b"], "given twice; give it once, its values with commas between them"),
-        (["--target_modules", "q_proj", "v_proj"], "'v_proj'; give a flag its values with commas between"),
-        (["run.yaml"], "unknown argument 'run.yaml'; give --config run.yaml"),
-    ],
-)
-def test_several_values_of_a_flag(flags, says):
-    assert says in refusal(*flags)
-
-
-def test_a_record_of_another_type_is_refused():
-    with pytest.raises(InputError, match=r"^out: r is 'x'; give a whole number of at least 1$"):
-        read_record({"r": "x"}, "out")

@@ -129,16 +129,6 @@ def test_a_copied_run_merges_into_the_copy(finished, killed):
     assert merged.stat().st_mtime_ns == before.st_mtime_ns, "the copy wrote over the model of the original"
 
 
-def test_a_copied_run_replaces_no_model_of_the_original(flags, refused, tmp_path):
-    flags = [*flags, "--save_steps=2", "--save_model", "--save_path=theirs", "--output_dir=out"]
-    assert main(flags) == 0
-    shutil.copytree(tmp_path / "out", tmp_path / "copy")
-    for folder in ("out", "copy"):
-        shutil.rmtree(tmp_path / folder / "checkpoint-6")
-    assert "save_path 'theirs' is not empty" in refused(["--resume", "--output_dir=copy"])
-    assert main(["--resume", "--output_dir=out"]) == 0  # it may
-
-
 def test_a_run_is_resumed_from_any_folder(project, finished, killed, tmp_path, monkeypatch):
     """Not with a model of the same relative name that happens to lie there."""
     elsewhere = tmp_path / "elsewhere"
@@ -262,13 +252,6 @@ def test_home_is_one_folder_in_every_option(project, monkeypatch, tmp_path):
     assert (
         json.loads((home / "packs" / "packs.json").read_text())["model_name"] == f"{home}/project/models/tiny"
     )
-
-
-def test_the_default_folder_has_the_whole_name_of_the_model(project, monkeypatch, tmp_path):
-    shutil.copytree(project / "models" / "tiny", tmp_path / "Qwen2.5-0.5B")
-    given = [f"--dataset={project / 'rows.json'}", "--max_seq_length=128", "--max_steps=1"]
-    assert main(["--model_name=Qwen2.5-0.5B", *given]) == 0
-    assert [path.name.startswith("Qwen2.5-0.5B-rows-") for path in (tmp_path / "outputs").iterdir()] == [True]
 
 
 HANG_UP = """
