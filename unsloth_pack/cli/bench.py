@@ -112,9 +112,9 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     name = flags.get("model_name", "demo")
     base = resolve(name)[0]
     config = load_config(base).get_text_config()
-    attn_backend = flags.get("attn_backend", "auto")
+    attn_backend = flags.get("attn_backend") or "auto"
     check_backend(attn_backend, config, weight_dtype(None), device_type())
-    length = flags.get("max_seq_length", min(2048, config.max_position_embeddings))
+    length = flags.get("max_seq_length") or min(2048, config.max_position_embeddings)
     in_4bit, in_fp8 = flags.get("load_in_4bit", False), flags.get("load_in_fp8", False)
     check_loading(length, in_4bit, False, in_fp8)
     check_positions(length, name, config)
@@ -123,7 +123,7 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     documents.save_to_disk(folder / "documents")
     packed.save_to_disk(folder / "packed")
 
-    rows = flags.get("per_device_train_batch_size", 1)
+    rows = flags.get("per_device_train_batch_size") or 1
     first = Case(
         model_name=name if name in BUNDLED_MODELS else base,
         rows=str(folder / "packed"),

@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)
-    model_name, capacity = flags.get("model_name", "demo"), flags.get("max_seq_length", 2048)
+    model_name, capacity = flags.get("model_name", "demo"), flags.get("max_seq_length") or 2048
     base, adapter = resolve(model_name)
     check_positions(capacity, model_name, load_config(base).get_text_config())
     only_responses = flags.get("train_on_responses_only", False)

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     patch, merge = flags.get("vision_patch", 16), flags.get("vision_merge", 2)
     of_images = (vision_tokens(height, width, patch, merge) for height, width in flags.get("image_sizes", []))
     lengths = row_lengths(mixture.train.rows) + sum(of_images)
-    caps = [*flags.get("pack_lengths", ()), *(flags[n] for n in ["max_seq_length"] if n in flags)]
+    caps = [*flags.get("pack_lengths", ()), *filter(None, [flags.get("max_seq_length")])]
     report = length_report(
         lengths,
         caps or _DEFAULT_CAPS,
