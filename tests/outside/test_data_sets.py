@@ -201,10 +201,6 @@ def test_pack_and_stats_take_the_same_mixture(packed, folder, model_folder, caps
     assert "mixture: alpaca.json: weight 2" in capsys.readouterr().out
 
 
-def test_paths_between_commas(packed):
-    assert packed("--dataset=alpaca.json,text.txt")["documents"] == 60
-
-
 def test_a_split_of_a_folder(packed, no_pack, folder, refused, model_folder):
     (folder / "data").mkdir()
     for name, rows in (("train", ALPACA[:9]), ("validation", ALPACA[:5]), ("test-00000", ALPACA[:3])):
@@ -261,9 +257,7 @@ def test_a_folder_has_the_splits_that_datasets_finds(packed, folder, no_pack, na
             "",
             "test-train.jsonl: named as of the splits train and",
         ),
-        (["TEST.jsonl", "valid/(eval).jsonl"], "", "no split 'train'; choose one of test, validation"),
         (["a.jsonl"], "configs: [{config_name: a}, {config_name: b}]", "its README declares a, b; give the"),
-        (["a.jsonl"], "configs: [{config_name: a, data_files: 3}]", "README.md: Expected data_files in YAML"),
         (
             ["a.jsonl"],
             "configs: [{config_name: a, data_files: b.jsonl}]",
@@ -280,38 +274,12 @@ def test_files_of_a_folder_that_have_no_one_split(folder, no_pack, paths, card, 
     assert says in no_pack("--dataset=data")
 
 
-def test_a_split_of_a_saved_data_set(packed, no_pack, folder):
-    parts = {name: datasets.Dataset.from_list(ALPACA[:n]) for name, n in (("train", 4), ("held", 2))}
-    datasets.DatasetDict(parts).save_to_disk(folder / "saved")
-    assert packed("--dataset=saved", "--split=held")["documents"] == 2
-    assert "no split 'x'; choose one of held, train" in no_pack("--dataset=saved", "--split=x")
-    datasets.Dataset.from_list(ALPACA).save_to_disk(folder / "one")
-    assert "one: split is 'test', and it has no splits" in no_pack("--dataset=one", "--split=test")
-
-
-def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
-    def load_dataset(name, split):
-        parts = {"train": 3, "train[:50%]": 2, "validation": 1}
-        if split not in parts:
-            raise ValueError(f'Unknown split "{split}". Should be one of {list(parts)}.')
-        return datasets.Dataset.from_list(ALPACA[: parts[split]])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert packed("--dataset=owner/name", "--split=train[:50%]")["documents"] == 2
-    line = no_pack("--dataset=owner/name", "--split=dev")
-    assert "owner/name: no such file or folder, and split 'dev' of a hub dataset" in line
-    assert "'train', 'train[:50%]', 'validation'" in line
-
-
 @pytest.mark.parametrize(
     ("item", "says"),
     [
         ("gone.jsonl", "gone.jsonl: file not found"),
         ({"path": "alpaca.json", "wieght": 2}, "item 2, wieght is unknown; use path, split, limit"),
-        ({"path": "alpaca.json", "weight": 0}, "item 2, weight is 0; give a number above 0"),
-        ({"weight": 2}, "item 2, path is missing"),
         ("empty.jsonl", "empty.jsonl: 0 rows"),
-        ("empty.txt", "empty.txt: "),
         ("asked.jsonl", "asked.jsonl: no known data format has the columns question (str), answer (str)"),
         (MAPPED | {"columns": {"q": "prompt"}}, "asked.jsonl: columns maps 'q', and there is no such column"),
         ("bad.jsonl", "bad.jsonl: row 1, column 'text': expected a string, got None"),
@@ -320,7 +288,6 @@ def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
 )
 def test_what_is_wrong_with_an_item(no_pack, folder, item, says):
     (folder / "empty.jsonl").write_text("")
-    (folder / "empty.txt").write_text("\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
     line = no_pack(f"--dataset={json.dumps(['text.txt', item])}")
     assert says in line, line
@@ -365,11 +332,3 @@ def test_evaluation_data_of_several_kinds(folder, model_folder, capsys):
     assert data_of(folder / "out", "eval")["ledger"]["rows_read"] == 7 + 3
     assert data_of(folder / "out")["ledger"]["rows_read"] == 7
     assert "eval_loss" in {name for _, name in losses(folder / "out")}
-
-
-@pytest.mark.parametrize("rows", [[{"text": ""}], [{"text": "ab"}, {"text": None}], [{"other": "ab"}]])
-def test_a_mistake_in_evaluation_rows_names_their_file(rows, folder, model_folder, refused):
-    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model_name": model_folder, "dataset": "alpaca.json", "eval_dataset": "held.jsonl"}
-    line = refused([*(f"--{name}={value}" for name, value in given.items()), "--max_seq_length=200"])
-    assert line.startswith("unsloth-pack: held.jsonl: ")

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 
-import pyarrow as pa
 import pytest
 from tables import table
 
@@ -20,12 +19,6 @@ CHAT = "[user]q[assistant]a<eos>"
     ("row", "suggested", "text"),
     [
         ({"question": "q", "answer": "a"}, "question=prompt,answer=completion", "qa<eos>"),
-        (
-            {"id": 3, "Question": "q", "Answer": "a", "url": "u"},
-            "Question=prompt,Answer=completion",
-            "qa<eos>",
-        ),
-        ({"input": "q", "output": "a"}, "input=prompt,output=completion", "qa<eos>"),
         ({"instruction": "q", "response": "a"}, "instruction=prompt,response=completion", "qa<eos>"),
         ({"user_query": "q", "modelReply": "a"}, "user_query=prompt,modelReply=completion", "qa<eos>"),
         ({"question": "q", "context": "c", "answer": "a"}, None, "[user]q\nc[assistant]a<eos>"),
@@ -37,9 +30,7 @@ CHAT = "[user]q[assistant]a<eos>"
         ({"system_message": "s", "dialog": TURNS}, "system_message=system,dialog=", "[system]s" + CHAT),
         ({"system": "s", "question": "q", "answer": "a"}, "question=instruction,", "[system]s" + CHAT),
         ({"dialog": TURNS}, "dialog=messages", CHAT),
-        ({"id": 1, "chat": THEIRS}, "chat=conversations", CHAT),
         ({"content": "t", "title": "x"}, "content=text", "t<eos>"),
-        ({"Document": "t", "year": 7}, "Document=text", "t<eos>"),
         ({"frob": "t", "n": 1}, "frob=text", "t<eos>"),
         ({"my question, or so": "q", "the=answer": "a"}, "{", "qa<eos>"),
         ({"what's the question": "q", "answer": "a"}, "what", "qa<eos>"),
@@ -54,9 +45,20 @@ def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, 
     assert [made for made, _ in trained([row, row], *shlex.split(said))] == [text] * 2
 
 
-def test_no_suggestion_where_nothing_speaks_for_one(refusal):
-    line = refusal([{"a1": "x", "b1": "y", "n": 2}])
-    assert "; map them with --columns to messages, prompt, completion or text" in line
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"a1": "x", "b1": "y", "n": 2},
+        {"prompt": TURNS[:1], "answer": "a"},  # turns without an answer are no messages
+        {"input": {"messages": TURNS[:1]}, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]},
+    ],
+)
+def test_no_suggestion_where_nothing_speaks_for_one(refusal, row):
+    line = refusal([row])
+    assert "=" not in line.rpartition("; ")[2]
+    assert (
+        "preferences" in line or "; map them with --columns to messages, prompt, completion or text" in line
+    )
 
 
 @pytest.mark.parametrize("rest", [{}, {"completion": json.dumps(TURNS[1:])}])
@@ -66,19 +68,10 @@ def test_turns_as_json_text_are_no_text(refusal, name, turns, rest):
     assert "holds turns as JSON text; write them as a list of objects" in line
 
 
-def test_a_prompt_in_turns_without_an_answer_is_not_offered_as_messages(refusal):
-    assert "; map them with --columns to messages" in refusal([{"prompt": TURNS[:1], "answer": "a"}])
-
-
 def test_functions_are_offered_as_tools(refusal, trained):
     row = {"messages": TURNS, "functions": [{"name": "f", "parameters": {}}]}
     (said,) = re.findall(r"give (--columns \S+) or", refusal([row]))
     assert '"name": "f"' in trained([row], *shlex.split(said))[0][0]
-
-
-def test_a_preference_without_its_question_is_not_offered_as_messages(refusal):
-    row = {"input": {"messages": TURNS[:1]}, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}
-    assert "--columns" not in refusal([row])
 
 
 def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
@@ -144,7 +137,8 @@ def test_what_is_offered_keeps_the_mapping_that_is_there(refusal, trained):
     assert line.endswith("--columns ask=prompt,answer=completion")
 
 
-def write_sets(folder):
+@pytest.fixture
+def sets(tmp_path, monkeypatch):
     rows = {
         "asked": {"question": "q", "answer": "a", "id": 3},
         "chats": {"messages": TURNS, "question": "q", "source": "web"},
@@ -152,12 +146,7 @@ def write_sets(folder):
         "texts": {"text": "t"},
     }
     for name, row in rows.items():
-        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-
-
-@pytest.fixture
-def sets(tmp_path, monkeypatch):
-    write_sets(tmp_path)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -207,27 +196,3 @@ def test_a_run_shares_a_mapping_with_its_evaluation(sets, model_folder, stream, 
     assert [part["unused_columns"] for part in parts] == [["id"], []]
     line = refused([*flags, "--dataset=chats.jsonl,texts.jsonl"])
     assert "columns maps 'answer', and no data set has such a column" in line
-
-
-def test_two_columns_that_change_places(trained):
-    rows = [{"prompt": "a", "completion": "q"}]
-    assert trained(rows, "--columns=prompt=completion,completion=prompt")[0] == ("qa<eos>", "a<eos>")
-
-
-@pytest.mark.parametrize("value", [None, "", 5, ["a"], {"a": 1}])
-def test_values_of_a_mapped_column_are_checked(refusal, value):
-    rows = [{"q": "q", "a": "a"}, {"q": "q", "a": value}]
-    assert "row 1, column 'a': expected" in refusal(rows, "--columns=q=prompt,a=completion")
-
-
-def test_a_column_that_is_null_in_every_row(trained):
-    rows = [{"q": "q", "a": "a", "s": None}] * 2
-    assert len(trained(rows, "--columns=q=instruction,a=output,s=input")) == 2
-    assert len(trained(pa.Table.from_pylist(rows), "--columns=q=instruction,a=output,s=input")) == 2
-
-
-def test_mapped_objects_stay_as_they_are(trained):
-    call = {"function": {"arguments": {"x": None, "y": 1.0}}}
-    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-    ((text, _),) = trained([{"dialog": [TURNS[0], reply]}], "--columns=dialog=messages")
-    assert json.dumps({"x": None, "y": 1.0}) in text
