@@ -205,7 +205,7 @@ def test_a_blank_text_is_dropped_and_counted(tokenizer):
     texts = [{"text": text} for text in ("one", "", " \n", "two")]
     rows, ledger = tokenize(texts, tokenizer, max_length=99)
     assert [tokenizer.decode(ids) for ids in rows["input_ids"]] == ["<s>one<eos>", "<s>two<eos>"]
-    assert (ledger.rows_read, ledger.rows_fully_masked) == (4, 2)
+    assert (ledger.rows_read, ledger.rows_fully_masked, ledger.tokens_dropped) == (4, 2, 2)
 
 
 @pytest.mark.parametrize(

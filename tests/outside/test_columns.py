@@ -81,7 +81,7 @@ def test_a_variable_that_is_null_or_that_the_user_leaves_out_is_not_missed(train
         (
             CHAT | {"chat_template_kwargs": {"tokenize": False}},
             "chat_template_kwargs",
-            "'tokenize' is no variab",
+            "not read 'tokenize'",
         ),
         (CHAT | {"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "not read 'thinking'"),
         (

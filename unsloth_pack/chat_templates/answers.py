@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from unsloth_pack.chat_templates.templates import get_parts
 from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
 from unsloth_pack.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of byte fallback
 _PREFIX = "a"  # some decoders strip a leading space
@@ -28,6 +31,7 @@ _EXCERPT = 160  # characters of a document in an error
 _ROW_COLUMNS = ("input_ids", "labels", "seq_lengths")
 Batch = Mapping[str, Sequence[object]]
 Span = tuple[int, int]
+Row = Mapping[str, Any]
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -90,7 +94,7 @@ class AnswerLabels:
     def __call__(self, batch: Batch) -> dict[str, list[Any]]:
         """Return the columns `labels` and `COUNTS` of a batch. Its labels of -100 stay -100."""
         nones = [None] * len(batch["input_ids"])
-        columns: list[Any] = [batch.get(name) or nones for name in _ROW_COLUMNS]
+        columns = [batch.get(name) or nones for name in _ROW_COLUMNS]
         rows = [self.label_row(*row) for row in zip(*columns, strict=True)]
         return {"labels": [labels for labels, _ in rows], COUNTS: [counts.tolist() for _, counts in rows]}
 
@@ -175,7 +179,7 @@ def train_on_responses_only(
     return trainer
 
 
-def _markers(question: Any, answer: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def _markers(question: object, answer: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     known = get_parts(tokenizer)
     if (question is None or answer is None) and known is None:
         raise InputError(
@@ -189,7 +193,7 @@ def _markers(question: Any, answer: Any, tokenizer: PreTrainedTokenizerBase) -> 
     for name, text in (("instruction_part", question), ("response_part", answer)):
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{name} is {text!r}; give the text that the chat template puts before a turn")
-    return question, answer
+    return str(question), str(answer)
 
 
 class _Labeller:
@@ -199,7 +203,7 @@ class _Labeller:
         self._name, self._tokenizer = name, tokenizer
         self._labels = AnswerLabels(question, answer, tokenizer)
 
-    def __call__(self, dataset: Any, num_proc: int | None) -> Any:
+    def __call__(self, dataset: Any, num_proc: int | None) -> "Dataset | IterableDataset":
         row = next(iter(dataset), None)
         if row is None or "input_ids" not in row:
             problem = "has no rows" if row is None else f"has the columns {', '.join(row)}"
@@ -208,7 +212,7 @@ class _Labeller:
             return self._label_rows(dataset, num_proc)
         return self._label_stream(dataset)
 
-    def _label_rows(self, dataset: Any, num_proc: int | None) -> Any:
+    def _label_rows(self, dataset: "Dataset", num_proc: int | None) -> "Dataset":
         labelled = dataset.map(self._labels, batched=True, num_proc=num_proc, desc="Finding answers")
         batches = labelled.select_columns([COUNTS]).with_format("numpy").iter(batch_size=1000)
         counts = np.concatenate([np.asarray(batch[COUNTS]) for batch in batches])
@@ -222,7 +226,7 @@ class _Labeller:
         labelled = labelled.remove_columns([COUNTS])
         return labelled.select(learned) if dropped else labelled
 
-    def _label_stream(self, dataset: Any) -> Any:
+    def _label_stream(self, dataset: "IterableDataset") -> "IterableDataset":
         total, first = np.zeros(4, np.int64), next(iter(dataset))
         for row in islice(iter(dataset), _FIRST_ROWS):
             total += self._labels.label_row(*(row.get(name) for name in _ROW_COLUMNS))[1]
@@ -232,7 +236,7 @@ class _Labeller:
         labelled = dataset.map(_StreamLabels(self._labels, self._name), batched=True)
         return labelled.filter(_has_label).remove_columns([COUNTS])
 
-    def _check(self, total: np.ndarray, first: Mapping[str, Any], which: str) -> None:
+    def _check(self, total: np.ndarray, first: Row, which: str) -> None:
         """Refuse to train on nothing."""
         documents, no_question, no_answer, n_labels = total.tolist()
         for part, marker, missing in (
@@ -261,7 +265,7 @@ def _describe_missing(total: np.ndarray) -> str:
     )
 
 
-def _has_label(row: Mapping[str, Any]) -> bool:
+def _has_label(row: Row) -> bool:
     return bool(row[COUNTS][3])
 
 
@@ -291,7 +295,7 @@ class _StreamLabels:
         return columns
 
 
-def _check_collator(trainer: Any, dataset: Any) -> None:
+def _check_collator(trainer: object, dataset: Any) -> None:
     """Refuse a collator that replaces the labels of the rows."""
     collate = getattr(trainer, "data_collator", None)
     if collate is None or isinstance(dataset, Mapping):
@@ -310,7 +314,7 @@ def _check_collator(trainer: Any, dataset: Any) -> None:
 
 
 def find_relabel(
-    tokenizer: Any, question: str | None = None, answer: str | None = None
+    tokenizer: PreTrainedTokenizerBase, question: str | None = None, answer: str | None = None
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
     """Return a function from ids and labels `[n]` to labels `[n]` on answers only, for single rows.
 

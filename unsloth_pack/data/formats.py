@@ -136,18 +136,15 @@ def to_trl(
     Other columns are dropped, or refused if they train something in the tool they were made for.
 
     Args:
-        dataset: rows as `load_rows` gives them.
         chat_template: whether the tokenizer has a chat template.
         responses_only: whether only assistant turns will carry loss, to compare it with the marks of turns
             (`train`, `weight`); None if nothing is trained.
 
     Raises:
         InputError: the format is unknown, conversations come without a chat template, or a row cannot be
-            trained on. The error names the first such row (from 0), the column and the value. These rows are
-            refused: null and non-string fields, empty responses, conversations without an assistant
-            turn, unknown roles, a system turn that is not the first, a tool turn that answers no assistant
-            turn, the same role twice in a row (but tool results may follow each other), and what only other
-            tools can train on: images, replies labelled bad, weights, turns marked otherwise.
+            trained on: it names the first such row (from 0), the column and the value. Null and non-string
+            fields, empty responses, conversations without an assistant turn, unknown roles and turns out of
+            order are refused, and images, replies labelled bad, weights and turns marked otherwise.
     """
     import datasets
     import pyarrow as pa
@@ -161,16 +158,12 @@ def to_trl(
 class Conversion:
     """How the rows of one data set become TRL's columns, see `to_trl`; it holds none of them.
 
-    Args: as `to_trl`.
+    Args:
         numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
         template: the source of the chat template; None where there is none, or nobody asks what is unused.
 
     Attributes:
         unused_columns: the columns that nothing is made of, and the keys of turns.
-
-    Raises:
-        InputError: the format is unknown, there is a row with an image, or conversations come without a chat
-            template.
     """
 
     def __init__(

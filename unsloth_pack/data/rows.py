@@ -124,12 +124,6 @@ _ROLES = {
 }
 PLAIN_TURNS = (["role", "content"], ["from", "value"])  # the keys of turns that are two strings
 ROLES = frozenset(_ROLES.values())
-# Arguments of `apply_chat_template` that say what is done with the text, not what a template reads
-_NO_VARIABLES = {
-    *("conversation", "chat_template", "tools", "add_generation_prompt", "continue_final_message"),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
-}
 KEYS_OF_AN_IMAGE = ("bytes", "image", "path", "url", "base64")  # one of which holds it
 KEYS_OF_IMAGES = (*KEYS_OF_AN_IMAGE, "image_url", "images")  # in a part of a message
 
@@ -275,9 +269,6 @@ def template_kwargs(index: int, row: Row) -> dict[str, dict[str, Any]]:
     value = {} if row[column] is None else row[column]
     if not isinstance(value, dict):
         fail(index, column, "expected an object", value, "write it as one or remove the column")
-    if taken := _NO_VARIABLES.intersection(value):
-        remedy = "remove it; only what the template reads may differ between rows"
-        fail(index, column, f"{min(taken)!r} is no variable of a template", value, remedy)
     return {column: value}
 
 
