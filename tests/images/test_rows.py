@@ -53,13 +53,9 @@ FORMS = {
     "parts of base64": lambda place: {
         "messages": turns(parts(*(base64.b64encode(data).decode() for data in BYTES), key="base64"))
     },
-    "parts of data URIs as base64": lambda place: {"messages": turns(parts(*map(uri, BYTES), key="base64"))},
     "parts with an index and a column": lambda place: {
         "messages": turns([{"index": n, **part} for n, part in enumerate(parts(bare=True))]),
         "images": IMAGES,
-    },
-    "parts of objects of datasets": lambda place: {
-        "messages": turns(parts(*({"bytes": data, "path": "gone.png"} for data in BYTES)))
     },
     "parts as OpenAI writes them": lambda place: {
         "messages": turns(

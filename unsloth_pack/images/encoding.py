@@ -180,9 +180,6 @@ class VisionEncoder:
         relabel: replaces labels, for example to learn answers after a marker.
         skip_broken: skip rows with an unreadable image.
         skip_overlong: return a document without tokens in place of a refused one, so that it can be counted.
-
-    Raises:
-        InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
     """
 
     def __init__(
@@ -224,11 +221,7 @@ class VisionEncoder:
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
     def __call__(self, rows: Sequence[object]) -> list[VisionDocument]:
-        """Encode some rows; skipped ones are counted.
-
-        Raises:
-            InputError: names the row's index among these, the column, the value and a remedy.
-        """
+        """Encode some rows; skipped ones are counted."""
         documents = []
         for document in self.each(rows):
             if document is not None and document.is_learnable:
@@ -245,18 +238,11 @@ class VisionEncoder:
 
         Args:
             numbers: of the rows, for errors; None to count from 0.
-
-        Raises:
-            InputError: names the row, the column, the value and a remedy.
         """
         return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
 
     def files(self, index: int, row: object) -> list[tuple[str, int, int]]:
-        """List path, size and time of the row's image files.
-
-        Raises:
-            InputError: names the row, the column, the value and a remedy.
-        """
+        """List path, size and time of the row's image files."""
         return [
             (str(source.content), about.st_size, about.st_mtime_ns)
             for source in self._row(index, row).images

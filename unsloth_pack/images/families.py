@@ -384,11 +384,7 @@ def image_family_class(config: PretrainedConfig) -> type[ImageFamily]:
 
 
 def make_image_family(config: PretrainedConfig, image_processor: Any) -> ImageFamily:
-    """Create the image family of a model from its image processor.
-
-    Raises:
-        InputError: see `image_family_class`; the image processor is of another family, or has other sizes.
-    """
+    """Create the image family of a model from its image processor."""
     return image_family_class(config)(image_processor, config)
 
 

@@ -52,9 +52,6 @@ class ImageFamily(ABC):
             None if `max_pixels` limits it.
         described: the arguments of a call, beside pixels, that describe the images; first their `size`.
         shrinks: True if an image can be shrunk to fewer tokens.
-
-    Raises:
-        InputError: the image processor is of another family, or of other sizes than the model.
     """
 
     needed: ClassVar[tuple[str, ...]]

@@ -49,9 +49,6 @@ class RowWithImages:
             images: of every document, in the order of their tokens.
             placeholder: the id of the image token.
             make: the family of the images.
-
-        Raises:
-            InputError: the images do not match the image tokens.
         """
         row = PackedRow.of_lengths(tuple(map(len, ids)), torch.device("cpu"))
         all_ids, all_labels = np.concatenate(ids), np.concatenate(labels)

@@ -147,10 +147,6 @@ def load_image_processor(
     Args:
         config: of the model.
         max_pixels, min_pixels: limits to which images are resized; None for the model's.
-
-    Raises:
-        InputError: it cannot be loaded, its family is not supported, or the limits are wrong or not
-            supported.
     """
     require_pillow()
     family = image_family_class(config)
@@ -221,9 +217,6 @@ def pick_processor(
 
     Args:
         source: the folder of the merged adapter, see `find_processor_folder`.
-
-    Raises:
-        InputError: the adapter was saved with a processor that cannot be loaded.
     """
     if model.config.model_type not in IMAGE_TOKENS:
         return tokenizer

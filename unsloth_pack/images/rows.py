@@ -54,9 +54,6 @@ def image_row(
         folder: the root of relative paths.
         learned: True for roles whose turns carry loss, see `data.turn_keys.check_keys`.
         reserved: the model's image tokens, which no turn may contain.
-
-    Raises:
-        InputError: names the row, the column, the value and a remedy.
     """
     if not isinstance(row, Mapping):
         fail(index, "messages", "expected a row with columns", row, "give rows with a column messages")

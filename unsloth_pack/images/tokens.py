@@ -180,9 +180,6 @@ class ImageTokenIds:
 
     Attributes:
         placeholder: the id for each token of the tower.
-
-    Raises:
-        InputError: the tokenizer lacks a token, or the model has another image id.
     """
 
     def __init__(

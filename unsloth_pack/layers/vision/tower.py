@@ -339,9 +339,6 @@ class FastVariableSizeTower(CapturedTower):
             pixel_values: `[images, channels, height, width]`, padded behind each image.
             image_sizes: `[images, 2]`, height and width of every image; on the host it spares a wait for the
                 device. None: none is padded.
-
-        Raises:
-            InputError: an image is larger than its pixels.
         """
         with tower_gradients(self, pixel_values):
             patches = self._cut_patches(pixel_values, image_sizes)

@@ -52,12 +52,7 @@ class Features:
 
 
 def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
-    """Take the images of a call out of its further arguments; return None where it has none.
-
-    Raises:
-        InputError: videos; pixels without their description, or the reverse; wrong numbers, or numbers of
-            other pixels.
-    """
+    """Take the images of a call out of its further arguments; return None where it has none."""
     if others := [name for name in name_images(rest) if name != PIXELS]:
         raise InputError(f"a packed row comes with {others[0]}; only images are packed, as {PIXELS}")
     pixels = rest.pop(PIXELS, None)
@@ -100,11 +95,7 @@ def _read_whole_numbers(name: str, value: Any, columns: tuple[int, ...]) -> list
 
 
 def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
-    """Compute the features of images with the tower and the aligner of a model's base model.
-
-    Raises:
-        InputError: the tower does not take images of this size, or the tiles are those of other images.
-    """
+    """Compute the features of images with the tower and the aligner of a model's base model."""
     tower = base.get_submodule(spec.tower)
     sides = [] if spec.side is None else [getattr(tower.config, spec.side)] * 2
     if sides and [*images.pixels.shape[-2:]] != sides:
@@ -190,12 +181,7 @@ class FastVisionLM(FastCausalLM):
         return set(names) <= {PIXELS} and is_marked
 
     def _take_images(self, call: ForwardCall) -> None:
-        """Find the images of a row, and describe its tokens by them.
-
-        Raises:
-            InputError: as `take_images`, `RowImages`, `check_images` and `check_image_tokens`; positions on
-                three axes are not those of the images; token types mark other tokens.
-        """
+        """Find the images of a row, and describe its tokens by them."""
         call.rest.pop(MODALITIES, None)  # here images are found by their tokens
         types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
