@@ -4,13 +4,7 @@ All backends mean the same: causal within each document, at most `window` keys b
 as transformers counts), logits softcapped, heads grouped, scaled by `scale`.
 """
 
-from unsloth_pack.attention.backends import (
-    BACKENDS,
-    attend,
-    choose_backend,
-    why_passed_over,
-    why_unavailable,
-)
+from unsloth_pack.attention.backends import BACKENDS, attend, choose_backend, why_passed_over, why_unavailable
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.attention.sdpa import attend_dense
 

@@ -159,10 +159,7 @@ class HeadPass:
                 self.gradients[i] = allocate(shape, dtype=wide)
 
     def run(
-        self,
-        turn: Callable[[Tensor, Tensor, slice], None],
-        scores_N: Tensor | None = None,
-        sign: float = 1.0,
+        self, turn: Callable[[Tensor, Tensor, slice], None], scores_N: Tensor | None = None, sign: float = 1.0
     ) -> None:
         """Compute each chunk's logits and let `turn` replace them by their gradient.
 

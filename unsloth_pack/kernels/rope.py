@@ -424,9 +424,9 @@ def _check(
         tokens = position_ids.shape
         is_table = cos.dim() == 2 and position_ids.dtype in (torch.int32, torch.int64)
     if not is_table or tokens not in ((T,), (1, T), (B, T)):
-        given = "None" if position_ids is None else f"{[*position_ids.shape]} of {position_ids.dtype}"
+        ids = "None" if position_ids is None else f"{[*position_ids.shape]} of {position_ids.dtype}"
         raise ValueError(
-            f"cos is {[*cos.shape]} and position_ids {given}: pass a row for each token, [{T}, R] or "
+            f"cos is {[*cos.shape]} and position_ids {ids}: pass a row for each token, [{T}, R] or "
             f"[{B}, {T}, R], or a table [P, R] and integers [{T}] or [{B}, {T}]"
         )
     if norm is None:

@@ -151,9 +151,7 @@ def _choose_ungated_stacks(
 
 
 def lora_targets(
-    model: PreTrainedModel,
-    target_modules: Names | None,
-    options: Options | None = None,
+    model: PreTrainedModel, target_modules: Names | None, options: Options | None = None
 ) -> Targets:
     """Choose the targets of an adapter.
 
@@ -190,10 +188,7 @@ def _list_adapted_paths(model: PreTrainedModel, targets: Targets, options: Optio
 
 
 def _choose_targets(
-    model: PreTrainedModel,
-    target_modules: Names | None,
-    options: Options,
-    notes: list[str],
+    model: PreTrainedModel, target_modules: Names | None, options: Options, notes: list[str]
 ) -> Targets:
     if target_modules == NO_LAYERS or (target_modules == [] and options.get("target_parameters")):
         return Targets(target_modules)
@@ -209,11 +204,7 @@ def _choose_targets(
 
 
 def _choose_beside_experts(
-    model: PreTrainedModel,
-    names: Names,
-    experts: Mapping[str, nn.Module],
-    options: Options,
-    notes: list[str],
+    model: PreTrainedModel, names: Names, experts: Mapping[str, nn.Module], options: Options, notes: list[str]
 ) -> Targets:
     """Choose the targets in a model with routed experts; `experts` are those to choose from, by path."""
     decoder, is_all = model.get_decoder(), names == "all-linear"

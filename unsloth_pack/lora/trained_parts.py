@@ -257,22 +257,21 @@ def check_rows_apart(
     modules: Collection[str],
     tokens: TokenIndices | None,
     option: str = "modules_to_save",
-    asked: str = "trainable_token_indices",
+    tokens_option: str = "trainable_token_indices",
 ) -> None:
     """Raise InputError for tokens of a layer that trains as a whole, or of one tied to a head that does."""
     if tokens is None:
         return
     for name in modules:
         if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in _by_module(tokens)}:
-            raise InputError(
-                f"{option} names {name}, of which {asked} trains some rows alone; leave one of them out"
-            )
+            text = f"{option} names {name}, of which {tokens_option} trains some rows alone"
+            raise InputError(f"{text}; leave one of them out")
     output = model.get_output_embeddings()
     head = next((name for name, module in model.named_modules() if module is output), "")
     is_tied = output.weight is model.get_input_embeddings().weight
     saved = [name for name in modules if name == head or head.endswith(f".{name}")]
     if is_tied and saved:
-        text = f"{option} names {saved[0]}, which is tied to the embedding whose rows {asked} trains"
+        text = f"{option} names {saved[0]}, which is tied to the embedding whose rows {tokens_option} trains"
         raise InputError(f"{text}; leave one of them out")
 
 

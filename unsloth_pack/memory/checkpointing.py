@@ -191,8 +191,8 @@ class RecomputePlan:
         at_rest, most = self._before
         peak = torch.cuda.max_memory_allocated(device)
         if peak > most:
-            kept = (self.n_layers - self.n_recomputed) * self._per_token * self._tokens
-            self._beside = max(self._per_token, (peak - at_rest - kept) / self._tokens)
+            activations = (self.n_layers - self.n_recomputed) * self._per_token * self._tokens
+            self._beside = max(self._per_token, (peak - at_rest - activations) / self._tokens)
 
 
 def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
