@@ -7,7 +7,7 @@ pass into the next document. A packed row goes through the forward in one of two
 - else in stacks of documents of similar length, each in a row of its own, padded on the right. No later token
   reaches an earlier one, so padding changes nothing.
 
-`why_not_in_one_row` tries which: it finds kernels that are missing or ignore the boundaries.
+`StateMixer` tries which: it finds kernels that are missing or ignore the boundaries.
 
 Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
 """
@@ -15,7 +15,6 @@ Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -128,12 +127,44 @@ class StateMixer(Mixer):
     def _why_not_in_one_row(self, module: nn.Module, request: Request) -> str | None:
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
-        assert request.config is not None
-        make = partial(_rebuild, theirs, request.config, own)
-        place = torch.device(request.device_type), request.dtype, request.config.hidden_size
-        try_out = partial(why_not_in_one_row, make, self.boundaries, *place, self.forward.rounds_together)
-        why_not: str | None = request.once((self.kind, theirs), try_out)
-        return why_not
+        return request.once((self.kind, theirs), lambda: self._try_kernels(theirs, own, request))
+
+    def _try_kernels(self, kind: type[nn.Module], own: nn.Module, request: Request) -> str | None:
+        """Try whether a module of this kind keeps the documents of a row apart; return None if it does.
+
+        No gradient of the last document may reach those before. Changing them may change it by no more than
+        another equal run does: by no bit, where its kernels add up in a fixed order. Where they sum over
+        several documents, its rounding may change too.
+        """
+        config, device = request.config, torch.device(request.device_type)
+        assert config is not None
+        row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
+        start = int(row.starts[-1])
+        cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=cuda), torch.enable_grad(), torch.device(device):
+                torch.manual_seed(0)
+                module = _rebuild(kind, config, own).to(request.dtype)
+                for parameter in module.parameters():
+                    nn.init.normal_(parameter, std=0.1)
+                inputs, mixed = torch.randn(2, 1, row.n_tokens, config.hidden_size).to(request.dtype)
+                mixed[:, start:] = inputs[:, start:]
+                inputs.requires_grad_()
+                for training in (True, False):
+                    module.train(training)
+                    runs = (module(x, **self.boundaries(row))[0, start:] for x in (inputs, mixed, inputs))
+                    before, after, again = runs
+                    (reached,) = torch.autograd.grad(before.sum(), inputs)  # some refuse it on some GPUs
+                    if not before.isfinite().all() or not before.any() or not reached[:, start:].any():
+                        return "the installed kernels give nothing"
+                    allowed = (again - before).abs().max()
+                    if self.forward.rounds_together:
+                        allowed = torch.maximum(allowed, _ROUNDING * before.abs().max())
+                    if reached[:, :start].any() or not (after - before).abs().max() <= allowed:
+                        return "the installed kernels do not keep documents apart"
+        except Exception as error:  # from Triton, a missing operator, or an unknown argument
+            return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
+        return None
 
 
 def _rebuild(kind: type[nn.Module], config: PreTrainedConfig, own: nn.Module) -> nn.Module:
@@ -143,49 +174,6 @@ def _rebuild(kind: type[nn.Module], config: PreTrainedConfig, own: nn.Module) ->
         if name not in dict(module.named_buffers(recurse=False)):
             module.register_buffer(name, buffer.clone(), persistent=False)
     return module
-
-
-def why_not_in_one_row(
-    make: Callable[[], nn.Module],
-    boundaries: Boundaries,
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    rounds_together: bool,
-) -> str | None:
-    """Try whether a module that `make` builds keeps the documents of a row apart; return None if it does.
-
-    No gradient of the last document may reach those before. Changing them may change it by no more than
-    another equal run does: by no bit, where its kernels add up in a fixed order. See `FastStateLayer` for
-    `rounds_together`; then its rounding may change too.
-    """
-    row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
-    start = int(row.starts[-1])
-    cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), torch.device(device):
-            torch.manual_seed(0)
-            module = make().to(dtype)
-            for parameter in module.parameters():
-                nn.init.normal_(parameter, std=0.1)
-            inputs, mixed = torch.randn(2, 1, row.n_tokens, width).to(dtype)
-            mixed[:, start:] = inputs[:, start:]
-            inputs.requires_grad_()
-            for training in (True, False):
-                module.train(training)
-                runs = (module(x, **boundaries(row))[0, start:] for x in (inputs, mixed, inputs))
-                before, after, again = runs
-                (reached,) = torch.autograd.grad(before.sum(), inputs)  # some kernels refuse it on some GPUs
-                if not before.isfinite().all() or not before.any() or not reached[:, start:].any():
-                    return "the installed kernels give nothing"
-                allowed = (again - before).abs().max()
-                if rounds_together:
-                    allowed = torch.maximum(allowed, _ROUNDING * before.abs().max())
-                if reached[:, :start].any() or not (after - before).abs().max() <= allowed:
-                    return "the installed kernels do not keep documents apart"
-    except Exception as error:  # from Triton, a missing operator, or an unknown argument
-        return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
-    return None
 
 
 class FastMamba2(FastStateLayer):
