@@ -124,7 +124,9 @@ def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterat
     new = None if adapter.add_tokens is None else rows_to_train(model, [0])
     whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []
     rows = adapter.trainable_token_indices
-    yield from errors_of(check_rows_apart, model, adapter.modules_to_save or (), new, tokens_option="add_tokens")
+    yield from errors_of(
+        check_rows_apart, model, adapter.modules_to_save or (), new, tokens_option="add_tokens"
+    )
     yield from errors_of(check_rows_apart, model, whole, new, "train_modules", "add_tokens")
     yield from errors_of(check_rows_apart, model, whole, rows, "train_modules")
 
