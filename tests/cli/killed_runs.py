@@ -94,9 +94,9 @@ def die_before_the_adapter_is_saved():
 
 
 def die_before_the_summary():
-    import unsloth_pack.cli.run_report
+    from unsloth_pack.cli.run_report import RunReport
 
-    unsloth_pack.cli.run_report.write_report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    RunReport.write_page = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_the_output_unread():
