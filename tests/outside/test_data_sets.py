@@ -332,3 +332,11 @@ def test_evaluation_data_of_several_kinds(folder, model_folder, capsys):
     assert data_of(folder / "out", "eval")["ledger"]["rows_read"] == 7 + 3
     assert data_of(folder / "out")["ledger"]["rows_read"] == 7
     assert "eval_loss" in {name for _, name in losses(folder / "out")}
+
+
+@pytest.mark.parametrize("rows", [[{"text": "ab"}, {"text": None}], [{"text": ""}]])
+def test_a_mistake_in_evaluation_rows_names_their_file(rows, folder, model_folder, refused):
+    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model_name": model_folder, "dataset": "alpaca.json", "eval_dataset": "held.jsonl"}
+    line = refused([*(f"--{name}={value}" for name, value in given.items()), "--max_seq_length=200"])
+    assert line.startswith("unsloth-pack: held.jsonl: ")

@@ -201,14 +201,12 @@ class DocumentMaker(SpanMaker):
             responses_only=responses_only,
             chat_template=chat_template,
         )
-        self._responses_only = responses_only
 
     def key(self, num_proc: int | None) -> list[Any] | None:
         of_tokenizer = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
         if of_tokenizer is None:
             return None
-        options = [self.max_length, self._responses_only]
-        return [self.of_data, self._conversion.key, of_tokenizer, options]
+        return [self.of_data, self._conversion.key, of_tokenizer, self.max_length]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size = self.batch_size
