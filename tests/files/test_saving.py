@@ -154,16 +154,6 @@ def test_rows_are_merged_as_the_whole_layer_is(how, tied, tmp_path, monkeypatch)
     assert any(not torch.equal(by_rows[name], before[name]) for name in ends)
 
 
-def test_bytes_held_are_counted():
-    with BytesHeld() as counted:
-        kept = [torch.ones(1000) for _ in range(3)]
-        assert counted.held == 12000
-        del kept[1:]
-        assert (counted.held, counted.peak) == (4000, 12000)
-        kept[0].view(10, 100)
-        assert counted.held == 4000
-
-
 def meta(**shapes):
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 

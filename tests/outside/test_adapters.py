@@ -73,13 +73,16 @@ def test_every_configuration_trains_as_under_plain_peft(name, architecture, when
     assert_trains_as_under_plain_peft(CONFIGURATIONS[name], architecture, when)
 
 
-def test_biases_of_an_adapter_are_added_to_those_of_its_layers():
-    assert_trains_as_under_plain_peft(CONFIGURATIONS["lora_bias"], "qwen2", "after")
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_copied_layers(when):
-    assert_trains_as_under_plain_peft(COPIED_LAYERS, "llama", when)
+@pytest.mark.parametrize(
+    ("configuration", "architecture", "when"),
+    [
+        (CONFIGURATIONS["lora_bias"], "qwen2", "after"),  # added to the biases of its layers
+        (COPIED_LAYERS, "llama", "before"),
+        (COPIED_LAYERS, "llama", "after"),
+    ],
+)
+def test_biases_of_both_and_copied_layers(configuration, architecture, when):
+    assert_trains_as_under_plain_peft(configuration, architecture, when)
 
 
 def assert_trains_as_under_plain_peft(configuration, architecture, when):
@@ -149,14 +152,6 @@ def test_adapters_come_and_go(two_adapters, tmp_path):
     assert_same_training(patched, plain)
 
 
-def test_adapters_are_weighted(two_adapters):
-    def combine(model):
-        model.add_weighted_adapter(["default", "other"], [0.3, 0.9], "sum", combination_type="cat")
-        model.set_adapter("sum")
-
-    both(two_adapters, combine)
-
-
 @pytest.mark.parametrize("names", [["default"], ["other"], ["default", "other"]])
 def test_merged_and_unmerged(names, two_adapters):
     before = both(two_adapters, lambda m: m.base_model.set_adapter(names))
@@ -165,25 +160,22 @@ def test_merged_and_unmerged(names, two_adapters):
     assert_close(both(two_adapters, lambda m: m.unmerge_adapter()), before)
 
 
-def test_merged_and_unloaded(two_adapters):
-    truth = both(two_adapters, lambda m: None)
-    _, patched = two_adapters
-    assert_close(packed_call(patched.merge_and_unload())[0].detach(), truth)
-
-
-def test_unloaded(two_adapters):
-    plain, patched = two_adapters
-    both((plain.unload(), patched.unload()), lambda m: None)
-
-
-def test_hotswapped(two_adapters, tmp_path):
+def test_weighted_hotswapped_and_unloaded(two_adapters, tmp_path):
     from peft.utils.hotswap import hotswap_adapter
 
-    donor = adapted({"target_modules": ALL}, seed=9)
-    donor.save_pretrained(tmp_path)
-    both(two_adapters, lambda m: hotswap_adapter(m, str(tmp_path), "default"))
+    def combine(model):
+        model.add_weighted_adapter(["default", "other"], [0.3, 0.9], "sum", combination_type="cat")
+        model.set_adapter("sum")
+
     plain, patched = two_adapters
+    both(two_adapters, combine)
+    both(two_adapters, lambda m: (m.set_adapter("default"), m.delete_adapter("sum")))
+    adapted({"target_modules": ALL}, seed=9).save_pretrained(tmp_path)
+    truth = both(two_adapters, lambda m: hotswap_adapter(m, str(tmp_path), "default"))
     assert_same_training(patched, plain)
+    merged = copy.deepcopy(patched).merge_and_unload()
+    assert_close(packed_call(merged)[0].detach(), truth)
+    both((plain.unload(), patched.unload()), lambda m: None)
 
 
 SHIFTED = "its virtual tokens shift the documents; use LoRA"

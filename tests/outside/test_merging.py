@@ -283,15 +283,24 @@ def refusal_of(save):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [*BASES, "4 bits"])
 @each(CASES)
 def test_equal_or_refused(case, base, folders, tmp_path):
-    model, tokenizer = loaded(folders(case, base))
+    in_4_bits = base == "4 bits"
+    if in_4_bits:
+        pytest.importorskip("bitsandbytes")
+        if "experts" in case:
+            pytest.skip("experts in 4 bits are in test_merging_parts")
+    model, tokenizer = loaded(folders(case, "tied" if in_4_bits else base), load_in_4bit=in_4_bits)
     target = tmp_path / "merged"
+    if in_4_bits and CASES[case].fails_on_4_bits:
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            train(adapted(case, model, tmp_path))
+        return
     if why := CASES[case].refused:
 
         def merge():
-            wrapped = adapted(case, model, tmp_path)
+            wrapped = adapted(case, model, tmp_path)  # PEFT's model has to live while its base is saved
             wrapped.save_pretrained_merged(target, tokenizer)
 
         assert re.search(why, refusal_of(merge))
@@ -299,44 +308,24 @@ def test_equal_or_refused(case, base, folders, tmp_path):
         return
     model = train(adapted(case, model, tmp_path))
     trained = logits(model)
-    with model.disable_adapter():
-        assert (logits(model) - trained).norm() > 0.05 * trained.norm(), "the adapter does nothing"
-    model.train()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    model.save_pretrained_merged(target, tokenizer)
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
-    assert all(module.training for module in model.modules())
+    if in_4_bits:  # bitsandbytes packs its weights anew
+        model.save_pretrained_merged(target, tokenizer)
+    else:
+        with model.disable_adapter():
+            assert (logits(model) - trained).norm() > 0.05 * trained.norm(), "the adapter does nothing"
+        model.train()
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        model.save_pretrained_merged(target, tokenizer)
+        after = model.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+        assert all(module.training for module in model.modules())
     require_equal(target, trained)
 
 
-@each(name for name, case in CASES.items() if "experts" not in name)
-def test_on_four_bits(case, folders, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    model, _ = loaded(folders(case, "tied"), load_in_4bit=True)
-    if CASES[case].fails_on_4_bits:
-        with pytest.raises((RuntimeError, TypeError, ValueError)):
-            train(adapted(case, model, tmp_path))
-        return
-    target = tmp_path / "merged"
-    if why := CASES[case].refused:
-
-        def merge():
-            wrapped = adapted(case, model, tmp_path)
-            wrapped.save_pretrained_merged(target)
-
-        assert re.search(why, refusal_of(merge))
-        return
-    model = train(adapted(case, model, tmp_path))
-    trained = logits(model)
-    model.save_pretrained_merged(target)
-    require_equal(target, trained)
-
-
-def two_adapters(folder):
+def two_adapters(folder, **options):
     """The first adapter is on q_proj and v_proj, the second on v_proj and up_proj; both are trained."""
-    model, _ = loaded(folder)
+    model, _ = loaded(folder, **options)
     model = get_peft_model(model, lora_config(target_modules=["q_proj", "v_proj"]))
     model.add_adapter("second", lora_config(target_modules=["v_proj", "up_proj"]))
     train(model)
@@ -360,24 +349,17 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [*STATES, "merged, on 4 bits"])
 def test_adapters_in_every_state(state, folders, tmp_path):
-    bring, why = STATES[state]
-    model = two_adapters(folders("LORA", "untied"))
+    options = {"load_in_4bit": True} if "4 bits" in state else {}
+    if options:
+        pytest.importorskip("bitsandbytes")
+    bring, why = STATES[state.partition(",")[0]]
+    model = two_adapters(folders("LORA", "untied"), **options)
     bring(model)
     if why:
         assert re.search(why, refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged")))
         return
-    trained = logits(model)
-    model.save_pretrained_merged(tmp_path / "merged")
-    require_equal(tmp_path / "merged", trained)
-
-
-def test_adapters_merged_on_four_bits(folders, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    model, _ = loaded(folders("LORA", "untied"), load_in_4bit=True)
-    train(model := FastLanguageModel.get_peft_model(model, r=4))
-    model.merge_adapter()
     trained = logits(model)
     model.save_pretrained_merged(tmp_path / "merged")
     require_equal(tmp_path / "merged", trained)

@@ -48,26 +48,10 @@ def test_every_document_once(strategy):
         assert list(unpacked(packed)) == rows
 
 
-def test_selected_shuffled_and_formatted_sets():
-    rows = documents(500)
-    dataset = datasets.Dataset.from_list(rows).shuffle(seed=1).select(range(100, 400)).with_format("numpy")
-    expected = dataset.with_format(None).to_list()
-    assert as_set(unpacked(pack_dataset(dataset, 128))) == as_set(expected)
-
-
 def test_several_processes_make_the_same_rows():
     dataset = datasets.Dataset.from_list(documents(4000))
     one, two = (pack_dataset(dataset, 64, num_proc=n) for n in (None, 2))
     assert one.to_list() == two.to_list()
-
-
-def test_a_stream():
-    rows = documents(1000)
-    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-    packed = pack_dataset(stream, 64, buffer_size=100)
-    assert isinstance(packed, datasets.IterableDataset)
-    assert as_set(unpacked(packed)) == as_set(rows)
-    assert list(packed) == list(packed)
 
 
 def test_documents_without_tokens_are_left_out():
@@ -125,13 +109,6 @@ def test_the_row_of_a_null_is_that_of_the_view():
     with pytest.raises(InputError, match=r"^row 12000, column 'input_ids': a token is None"):
         pack_dataset(view, 8)
     assert len(pack_dataset(view.select(range(8)), 8)) == 1
-
-
-def test_a_stream_with_a_null():
-    rows = [{"input_ids": [1]}, {"input_ids": [1, None]}]
-    stream = pack_dataset(datasets.Dataset.from_list(rows).to_iterable_dataset(), 8)
-    with pytest.raises(InputError, match=r"^example 1, column 'input_ids', holds None at place 1"):
-        list(stream)
 
 
 def test_other_columns_may_hold_fractions():
