@@ -1,6 +1,5 @@
 """The files of the images of a run: broken ones, and a folder in which none lies."""
 
-import json
 import re
 import shutil
 
@@ -10,7 +9,6 @@ from image_runs import flags, prepared, refused, rows_of, write
 from prepared_runs import prepare
 from tiny_vision import encoded, picture
 
-from unsloth_pack.cli import main
 from unsloth_pack.run.resolve import read_options
 
 
@@ -62,15 +60,3 @@ def test_a_folder_that_some_data_uses_is_taken(place, tmp_path, capsys):
     prepare(read_options([*given, "--eval_dataset", str(place / "rows.jsonl")]))
     both = f"{tmp_path / 'bytes.parquet'},{place / 'rows.jsonl'}"
     assert prepared(place, tmp_path, "--dataset", both, "--sample_limit", 2)  # which leaves the bytes alone
-
-
-def test_stats_say_how_many_rows_are_broken(place, tmp_path, capsys):
-    rows = rows_of(place)
-    for row in rows[1:3]:
-        row["images"][0] = "gone.png"
-    command = ["stats", "--model_name", place / "model", "--dataset", write(tmp_path / "few.jsonl", rows)]
-    command += ["--image_folder", place / "seen", "--skip_broken_images"]
-    assert main([str(each) for each in command]) == 0
-    assert "; 2 rows with a broken image left out" in capsys.readouterr().out
-    assert main([str(each) for each in [*command, "--json"]]) == 0
-    assert json.loads(capsys.readouterr().out)["images"]["rows_broken"] == 2

@@ -1,7 +1,6 @@
 """The limits of pixels of a run: those of its model, of the adapter that it begins with, or its own."""
 
 import json
-import shutil
 
 import pytest
 from image_runs import flags, prepared, refused, train
@@ -92,15 +91,6 @@ def test_packs_for_an_adapter_train_on_from_it(place, first, tmp_path, capsys):
     packs = ["--dataset", tmp_path / "packs", "--init_adapter", first, "--max_steps", 1]
     train(place, tmp_path / "second", *packs)
     assert most_pixels(tmp_path / "second") == FIRST
-
-
-def test_an_adapter_whose_processor_is_broken(place, first, capsys, tmp_path):
-    adapter = tmp_path / "adapter"
-    shutil.copytree(first, adapter)
-    (adapter / "processor_config.json").write_text("{")
-    given = ["--model_name", str(adapter), "--save_path", str(tmp_path / "merged")]
-    assert f"cannot load {adapter}" in refused(capsys, ["merge", *given])
-    assert not (tmp_path / "merged").exists()
 
 
 def test_a_family_without_limits_is_limited_as_the_error_says(place, capsys, tmp_path):

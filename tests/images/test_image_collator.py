@@ -283,5 +283,5 @@ def test_an_image_that_is_exchanged_behind_its_header(collate, tmp_path, monkeyp
         return documents
 
     monkeypatch.setattr(made, "_encode", encode_and_exchange)
-    with pytest.raises(InputError, match=r"column 'images': .* has 16 tokens, and its header said 4"):
+    with pytest.raises(InputError, match=r"column 'images': .* of 16 tokens, and its header said 4"):
         made([asked("a.png", "<image>") | {"images": ["a.png"]}])

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
+from outside_models import ARCHITECTURES, DEVICE, plain_and_patched
 from tables import table
 from transformers import GenerationConfig
 
@@ -75,16 +75,6 @@ def test_a_conversation_goes_on_with_its_cache(pair):
         cache = first.past_key_values
         answers.append(model.generate(longer, past_key_values=cache, max_new_tokens=5, do_sample=False))
     assert torch.equal(*answers)
-
-
-def test_between_steps_of_training(pair):
-    _, patched = pair
-    before = generated(patched, prompt(), do_sample=False)[0]
-    patched.train()
-    packed_call(patched)[1].backward()
-    patched.zero_grad()
-    patched.eval()
-    assert torch.equal(generated(patched, prompt(), do_sample=False)[0], before)
 
 
 def test_continuous_batching_is_refused():

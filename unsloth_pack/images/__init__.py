@@ -1,1 +1,1 @@
-"""Images in rows: found, read, counted in tokens, and turned into documents of ids, labels and patches."""
+"""Read the images of rows, count their tokens, and turn rows into documents of ids, labels and pixels."""

@@ -56,8 +56,8 @@ class RowWithImages:
         every = [image for document in images for image in document]
         positions, grids = row.positions[None], make.grids(every)
         if grids is not None:
-            found = RowImages.locate(all_ids == placeholder, grids.prod(axis=1), row)
-            axes = found.axes(row, grids)
+            located = RowImages.locate(all_ids == placeholder, grids.prod(axis=1), row)
+            axes = located.axes(row, grids)
             positions = np.stack([row.positions, *axes])[:, None]
             row = add_axes(row, axes) if every else row  # a row of text is described by its lengths
         arguments: dict[str, Tensor] = {}

@@ -282,10 +282,8 @@ def decoded(
     image = make(source, most_pixels, of_document)
     actual, expected = image.cut, make.cut(source, size, most_pixels, of_document)
     if actual != expected:
-        raise UnreadableImage(
-            f"row {source.index}, column {source.column!r}: {source.shown} has {actual.tokens} tokens, and "
-            f"its header said {expected.tokens}; let nothing change it, or remove the row"
-        )
+        problem = f"an image of {actual.tokens} tokens, and its header said {expected.tokens}"
+        source.refuse(problem, "let nothing change it")
     return image
 
 
