@@ -3,10 +3,10 @@
 from difflib import get_close_matches
 
 from unsloth_pack.errors import UnsupportedArchitecture
-from unsloth_pack.models import gemma, hybrids, mistral, others, qwen
+from unsloth_pack.models import gemma, hybrids, others, qwen
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
 
-_FAMILIES = (others, mistral, qwen, gemma, hybrids)
+_FAMILIES = (others, qwen, gemma, hybrids)
 _DECLARED = [declared for family in _FAMILIES for declared in vars(family).values()]
 _SPECS = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, ArchSpec)}
 _VISION = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, VisionSpec)}

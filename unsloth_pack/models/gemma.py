@@ -1,5 +1,4 @@
-from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.models.tiny import ROPE, ROPE_BY_TYPE, WINDOWED
+from unsloth_pack.models.spec import ROPE, ROPE_BY_TYPE, WINDOWED, ArchSpec, VisionSpec
 
 GEMMA = ArchSpec("gemma", norm_offset=1.0, tiny=dict(head_dim=32))
 GEMMA2 = ArchSpec(

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.models.tiny import DELTA_NET, EXPERTS, GRANITE_FACTORS, MAMBA2, ROPE
+from unsloth_pack.models.spec import DELTA_NET, EXPERTS, GRANITE_FACTORS, MAMBA2, ROPE, ArchSpec
 
 GRANITEMOEHYBRID = ArchSpec(
     "granitemoehybrid", mixers={"linear_attention": "mamba2"},

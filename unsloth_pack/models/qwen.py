@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.models.tiny import DELTA_NET, EXPERTS, HALF_ROPE, ROPE, WINDOWED
+from unsloth_pack.models.spec import DELTA_NET, EXPERTS, HALF_ROPE, ROPE, WINDOWED, ArchSpec, VisionSpec
 
 QWEN2 = ArchSpec(
     "qwen2", window="layer",
