@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
+from transformers.utils import is_tracing
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.labels import PaddedBatch
