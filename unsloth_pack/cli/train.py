@@ -105,7 +105,7 @@ def _run(o: TrainOptions) -> int:
     checkpoint = last_checkpoint(folder) if o.output.resume else None
     metrics = _open_metrics(o, checkpoint)
     rows = data.train.rows
-    stop = StopOnSignal(lambda: isinstance(rows, RowStream) and rows.error is not None)
+    stop = StopOnSignal(rows.has_failed) if isinstance(rows, RowStream) else StopOnSignal()
     trainer = build_trainer(
         *(model, tokenizer.tokenizer, config, data, o.training, o.images),
         o.output.save_delay_steps or 0,

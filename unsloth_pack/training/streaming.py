@@ -110,6 +110,9 @@ class RowStream(IterableDataset[dict[str, Any]]):
         """Return how many documents and tokens wait at most for others to share a row with."""
         return self._packer.buffer_size, self._packer.buffer_tokens
 
+    def has_failed(self) -> bool:
+        return self.error is not None
+
     def __iter__(self) -> Generator[dict[str, Any]]:
         """Yield the rows after the last one that was given out."""
         blocks = self._blocks()
