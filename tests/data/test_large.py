@@ -251,24 +251,14 @@ def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
     pack_documents(documents(path), 128)
 
 
-def test_another_file_tokenizer_template_or_length_makes_other_documents(large, tmp_path):
+def test_another_file_of_the_same_size_and_time_makes_other_documents(large, tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
     large()
-    first = documents(path)
-    stat = path.stat()
+    first, stat = documents(path), path.stat()
     write(path, jsonl(ALPACA).replace("0 one", "0 two"))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # of the same size and time
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert path.stat().st_size == stat.st_size
-    seen = [first.fingerprint, documents(path).fingerprint]
-    ended, other = (
-        byte_tokenizer(),
-        byte_tokenizer("{% for m in messages %}>{{ m.content }}{% endfor %}"),
-    )
-    ended.eos_token = "<pad>"
-    for tokenizer in (ended, other, byte_tokenizer(None)):
-        seen.append(documents(path, tokenizer=tokenizer).fingerprint)
-    seen.append(documents(path, max_length=48).fingerprint)
-    assert len(set(seen)) == len(seen)
+    assert documents(path).fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["removed", "cut"])
