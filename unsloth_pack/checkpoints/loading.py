@@ -159,7 +159,7 @@ def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False)
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
-def own_device() -> dict[str, Any]:
+def own_device() -> dict[str, int | str]:
     """A `device_map` that puts a model on this process's GPU, or on the CPU where there is none."""
     return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
 

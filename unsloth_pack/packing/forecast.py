@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -89,8 +88,8 @@ def plan_accumulation(
 
 
 def length_report(
-    lengths: Any,
-    capacities: Any = (),
+    lengths: object,
+    capacities: Iterable[int] = (),
     world_size: int = 1,
     per_device_batch: int = 1,
     target_effective: int = 32,

@@ -35,8 +35,8 @@ class Kind(NamedTuple):
     """
 
     container: str
-    dtype: Any = None
-    device: Any = None
+    dtype: object = None
+    device: object = None
 
     def __str__(self) -> str:
         return "list" if self.container == "list" else f"{self.container} {self.dtype}"
@@ -113,7 +113,7 @@ def _read(name: str, sequences: Any, whole: bool = False) -> tuple[list[Any], Ki
     return sequences, kinds[0]
 
 
-def _filler(name: str, value: Any, kind: Kind) -> float:
+def _filler(name: str, value: object, kind: Kind) -> float:
     """A padding or separator as a plain number. Refuses one that sequences of this kind cannot hold."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise InputError(
@@ -218,11 +218,11 @@ def pieces_of(
 def pack_sequences(
     sequences: Any,
     max_length: int,
-    pad_token_id: Any,
+    pad_token_id: float,
     *,
     strategy: str = "next_fit",
     return_boundaries: bool = False,
-    sep_token_id: Any = None,
+    sep_token_id: float | None = None,
     overlong: str = "error",
     return_counts: bool = False,
 ) -> Any:
@@ -271,8 +271,8 @@ def concatenate_and_pack(
     attention_masks: Any,
     *,
     max_length: int,
-    pad_token_id: Any,
-    label_pad_id: Any = -100,
+    pad_token_id: float,
+    label_pad_id: float = -100,
     overlong: str = "error",
     return_counts: bool = False,
 ) -> tuple[Any, ...]:
@@ -337,7 +337,9 @@ def _cut(columns: dict[str, list[Any]], max_length: int, overlong: str) -> tuple
     return [[column[i][piece] for i, piece in pieces] for column in columns.values()], counts
 
 
-def _plan(documents: Sequence[Any], max_length: int, strategy: str, separator: Any = None) -> PackPlan:
+def _plan(
+    documents: Sequence[Any], max_length: int, strategy: str, separator: float | None = None
+) -> PackPlan:
     # Planned with documents and rows that are longer by the gap, separators need no special case.
     gap = int(separator is not None)
     sizes = np.array(list(map(len, documents)), np.int64) + gap
@@ -345,7 +347,12 @@ def _plan(documents: Sequence[Any], max_length: int, strategy: str, separator: A
 
 
 def _fill(
-    plan: PackPlan, documents: list[Any], kind: Kind, max_length: int, pad: Any, separator: Any = None
+    plan: PackPlan,
+    documents: list[Any],
+    kind: Kind,
+    max_length: int,
+    pad: float,
+    separator: float | None = None,
 ) -> Any:
     """Rows of `max_length` numbers: lists, or an array or tensor."""
     padding = kind.full(max_length, pad)
@@ -359,7 +366,7 @@ def _fill(
     return join([padding[:0], *chain.from_iterable(rows)]).reshape(len(rows), max_length)
 
 
-def _boundaries(plan: PackPlan, documents: list[Any], separator: Any) -> list[tuple[int, int, int]]:
+def _boundaries(plan: PackPlan, documents: list[Any], separator: float | None) -> list[tuple[int, int, int]]:
     """`(row, start, end)` of every document."""
     places = {}
     for row, numbers_of_row in enumerate(plan.bins):

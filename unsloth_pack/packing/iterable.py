@@ -45,7 +45,7 @@ class PackedExamples(MappedExamplesIterable):
     restore is refused, see `_why_not_resumed`.
     """
 
-    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[object, dict[str, Any]]]:
         is_resumed = self._state_dict is not None and self._state_dict["previous_state"] is not None
         if is_resumed and (why := _why_not_resumed(self.ex_iterable)) is not None:
             raise InputError(f"{why}; begin anew and skip the rows that are done, with .skip(rows)")
@@ -64,13 +64,13 @@ class PackedExamples(MappedExamplesIterable):
     def reshard_data_sources(self) -> "PackedExamples":
         return self._with(ex_iterable=self.ex_iterable.reshard_data_sources())
 
-    def _with(self, **changed: Any) -> "PackedExamples":
+    def _with(self, **changed: object) -> "PackedExamples":
         other = copy(self)
         other.__dict__ |= changed
         return other
 
 
-def _why_not_resumed(examples: Any) -> str | None:
+def _why_not_resumed(examples: object) -> str | None:
     """Why datasets loses documents of a stream that goes on from a saved position, or None."""
     if isinstance(examples, BufferShuffledExamplesIterable) and examples.buffer_size > 1:
         return (

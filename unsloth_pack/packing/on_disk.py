@@ -110,7 +110,7 @@ class PackManifest:
     shards: tuple[Shard, ...]
     images: PackedImages | None = None
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """The manifest by field, as it is written; `images` only where there are some."""
         return {name: value for name, value in asdict(self).items() if name != "images" or value is not None}
 

@@ -193,7 +193,7 @@ class PackedSampler:
         on_images = 0.0 if self.vision is None else relative(self.vision)
         return CostSpread(relative(self.squares), relative(self.tokens), waiting, on_images)
 
-    def state_dict(self, rows_done: int | None = None) -> dict[str, Any]:
+    def state_dict(self, rows_done: int | None = None) -> dict[str, object]:
         """The position in this epoch.
 
         Args:
@@ -233,7 +233,7 @@ class PackedSampler:
             base, done = base + done * state["world_size"], 0
         self.epoch, self._base, self._start, self._done = state["epoch"], base, done, done
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         costs = (self.tokens, self.squares, *(() if self.vision is None else (self.vision,)))
         return {
             "rows": len(self.cost),

@@ -136,7 +136,7 @@ class PackingStream:
         """Packs that `pop` gives before it needs more examples."""
         return len(self._ready)
 
-    def pack(self, examples: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    def pack(self, examples: Iterable[object]) -> Iterator[Example]:
         """Packs of these examples, and of any that wait, to the end of the examples.
 
         An example is taken only when no pack is ready, so `consumed` always tells where to go on: after
@@ -150,7 +150,7 @@ class PackingStream:
         yield from self._drain()
         self.consumed = 0
 
-    def push(self, example: Any) -> None:
+    def push(self, example: object) -> None:
         """Take in one example.
 
         Raises:
@@ -173,7 +173,7 @@ class PackingStream:
             # A copy: slices of arrays are views
             self._add({name: join([value[start:end]]) for name, value in columns.items()} | beside)
 
-    def pop(self) -> dict[str, Any] | None:
+    def pop(self) -> Example | None:
         """The next pack, or None if it needs more examples."""
         if self.atomic and not self._ready and len(self._buffer) >= self.buffer_size:
             self._release_buffer()
@@ -190,7 +190,7 @@ class PackingStream:
         if self._buffer:
             self._plan(is_end=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """All that determines the next packs, including the waiting examples; `torch.save` can store it."""
         return {
             "version": _STATE_VERSION,
@@ -228,11 +228,11 @@ class PackingStream:
         self._ready = deque(list(documents) for documents in state["ready"])
         self.counts = StreamCounts(**state["counts"])
 
-    def _drain(self) -> Iterator[dict[str, Any]]:
+    def _drain(self) -> Iterator[Example]:
         while (pack := self.pop()) is not None:
             yield pack
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic buffer_tokens"
         settings = {name: getattr(self, name) for name in names.split()}
         return settings | {"by_document": [*self._by_document] or None}
@@ -327,7 +327,7 @@ def _listing(kinds: dict[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def _packed(documents: list[Example], by_document: Collection[str]) -> dict[str, Any]:
+def _packed(documents: list[Example], by_document: Collection[str]) -> Example:
     columns = {name: [document[name] for document in documents] for name in documents[0]}
     pack = {name: parts if name in by_document else join(parts) for name, parts in columns.items()}
     return pack | {"seq_lengths": [_length(document) for document in documents]}
