@@ -346,7 +346,7 @@ def nan_run(folder, update, *callbacks, **options):
     def broken(*args, **kwargs):
         loss = step(*args, **kwargs)
         if trainer.state.global_step + 1 == update:
-            trainer.finite_updates._losses[-1] = loss * math.nan
+            trainer.nonfinite_updates._losses[-1] = loss * math.nan
         return loss
 
     trainer.training_step = broken
@@ -363,8 +363,8 @@ def nan_run(folder, update, *callbacks, **options):
 def test_an_update_that_is_not_finite_is_in_the_next_line(options, on_a_gpu, lines, seen_at, tmp_path):
     trainer = nan_run(tmp_path, 3, max_steps=4, **options)
     reports = []
-    trainer.finite_updates.on_nonfinite = "skip"
-    trainer.finite_updates.report = lambda report: reports.append((report.step, trainer.state.global_step))
+    trainer.nonfinite_updates.on_nonfinite = "skip"
+    trainer.nonfinite_updates.report = lambda report: reports.append((report.step, trainer.state.global_step))
     with patch(runs.ON_A_GPU, lambda arguments: on_a_gpu):
         trainer.train()
     assert reports == [(3, seen_at)]

@@ -16,7 +16,7 @@ def test_padding_and_passes_count_in_no_speed():
     trainer = SimpleNamespace(
         trained=TokenCounter(seconds=2.0, tokens=600, slots=800, counted=500),
         state=SimpleNamespace(log_history=logged, global_step=7, epoch=3.0),
-        finite_updates=SimpleNamespace(left_out=1),
+        nonfinite_updates=SimpleNamespace(left_out=1),
         counts=SimpleNamespace(broken_images=2),
         args=SimpleNamespace(output_dir="out"),
     )

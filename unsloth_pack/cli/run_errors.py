@@ -86,7 +86,7 @@ def _advice(trainer: "RunTrainer", error: BaseException, options: dict[str, Any]
 
 def check_finite(trainer: "RunTrainer") -> None:
     """Raise `RunStopped` if an update that was not finite stopped the training."""
-    update = trainer.finite_updates.stopped_by
+    update = trainer.nonfinite_updates.stopped_by
     if update is None:
         return
     if update.has_diverged:

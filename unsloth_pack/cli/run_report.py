@@ -118,7 +118,7 @@ class RunReport:
         packs = data.train.packs
         self._capacity = packs.capacity if packs else model.max_seq_length
         self._fill = self._fill_of_rows()
-        trainer.finite_updates.report = self._report_nonfinite
+        trainer.nonfinite_updates.report = self._report_nonfinite
         trainer.add_callback(ProgressCallback(console, self._print_banner))
 
     def _report_nonfinite(self, update: "NonFinite") -> None:
@@ -306,7 +306,7 @@ def summarise(
         peak_memory_by_rank=by_rank,
         first_loss=losses[0],
         last_loss=losses[-1],
-        updates_left_out=trainer.finite_updates.left_out,
+        updates_left_out=trainer.nonfinite_updates.left_out,
         broken_images=trainer.counts.broken_images,
         output_dir=str(trainer.args.output_dir),
         stream=_rows_of_stream(stream, trainer, [part.name for part in parts]) if stream else None,

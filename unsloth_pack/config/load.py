@@ -151,7 +151,7 @@ def _placed(error: InputError, options: TrainOptions) -> list[tuple[Place | None
 
 
 def _place_in(text: str, options: TrainOptions) -> Place | None:
-    """The place of the first option of a file that a text names, by its name or by a path in its value.
+    """The file and line of the first option that a message names. A path in its value names it too.
 
     Of a mapping or a list, the place of the first part that the text names likewise.
     """

@@ -70,10 +70,9 @@ def free_bytes(device: torch.device) -> int:
     return min(free + reserved, allowed) - allocated
 
 
-# Launching holds the GPU up from this share of its time on. Below 1: the GPU waits already at the first
-# layers and whenever a trainer has read a number, the time between the passes comes on top, and a host with
-# shared cores is slower. Well above 0: a replay gains nothing if the GPU is slower, and padding makes the
-# step 1 to 2% longer.
+# Capture if launching takes at least this share of the GPU's time. Less than 1, because the GPU already waits
+# at the first layers and after a number is read, time between the passes comes on top, and a host with shared
+# cores is slower. Not much less, because a replay gains nothing on a busy GPU and padding costs 1 to 2%.
 _HELD_UP_FROM = 0.7
 # Seconds of work that the GPU may have left when Python is done. With more it does not wait in the backward
 # pass either: Python is slow then only because about 1,000 launches fill the queue.

@@ -52,7 +52,7 @@ def image_row(
     Args:
         index: of the row, for errors.
         folder: the root of relative paths.
-        learned: True for roles whose turns carry loss, see `data.turn_keys.check_keys`.
+        learned: True for roles whose turns carry loss, see `data/rows.py`.
         reserved: the model's image tokens, which no turn may contain.
     """
     if not isinstance(row, Mapping):

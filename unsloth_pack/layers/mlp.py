@@ -96,7 +96,7 @@ def trained_gated_mlp(
 
 @dataclass
 class _Plan:
-    """The settings of one call. `start` is the autograd node of `Start`, where that saved x."""
+    """The settings of one call. `start` is the autograd node of `SaveInputs`, if it saved x."""
 
     activation: str
     dtype: torch.dtype
@@ -106,7 +106,7 @@ class _Plan:
 
 @dataclass
 class _Weight:
-    """A weight, as `arithmetic.versions` reads it."""
+    """A weight, as `arithmetic.record_versions` reads it."""
 
     weight: Tensor
 

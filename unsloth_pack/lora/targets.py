@@ -1,10 +1,9 @@
 """Choose the layers for an adapter from the names that people use.
 
-Since transformers 5 the experts of a layer are stacked parameters. So the names of an expert's layers mean
-the stack, which PEFT takes as `target_parameters`. For some model types PEFT 0.21 translates these names
-itself and
-then leaves out linear layers of the same names: MLPs of layers without experts, and shared experts. Here they
-are adapted through their parameter `weight`, which PEFT does not translate. Such a name never means a router.
+transformers 5 stacks the experts of a layer into one parameter. A name such as `gate_proj` means that stack,
+which PEFT takes as `target_parameters`, and never a router. For some model types PEFT 0.21 translates the
+names itself and leaves out linear layers of the same names: MLPs of layers without experts, shared experts.
+Here these are adapted through their parameter `weight`, which PEFT does not translate.
 """
 
 import re

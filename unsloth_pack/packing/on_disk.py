@@ -7,7 +7,7 @@ shard-00000.arrow, ...   tables with one packed row in each row:
     labels     [. 7 7 . 8 .]   list of int32 of the same length; -100 (here .) means no loss
     cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
     max_length 3               int32: tokens of the longest document
-    images     [...]           only where there are some: a list of objects, see `data.image_columns`
+    images     [...]           only where there are some: a list of objects, see `data/rows.py`
 
 The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
 starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded

@@ -25,7 +25,10 @@ _EVALUATE = "give --eval_dataset or --eval_fraction"
 
 
 def contradictions(options: TrainOptions) -> Iterator[InputError]:
-    """Refuse options that contradict each other: text of each, behind its condition."""
+    """Yield an error for each contradiction between options.
+
+    Its text names the options: `config.load` finds their lines in a config file by their names.
+    """
     values, given = SimpleNamespace(**flat(options)), options.given
     for section in (_of_weights, _of_data, _of_training, _of_backward, _of_evaluation, _of_images):
         yield from map(InputError, section(values, given))

@@ -1,4 +1,4 @@
-"""Fill in the defaults of a run, which may be resumed, a demo, on packed rows, or begin with an adapter."""
+"""Fill in what the caller left out: from the resumed run, the demo, packs on disk or the adapter."""
 
 import os
 import re

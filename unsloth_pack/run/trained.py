@@ -67,8 +67,6 @@ def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[s
     Args:
         model: the base model, with or without weights.
     """
-    from unsloth_pack.modules import chosen_modules
-
     own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
     arguments = {name: value for name, value in flat(adapter).items() if name not in own}
     whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []

@@ -90,5 +90,5 @@ def build_trainer(
         masters_on_host=training.masters_on_host,
         image_rows=data.images.collator() if data.images else None,
     )
-    trainer.finite_updates.on_nonfinite = training.on_nonfinite
+    trainer.nonfinite_updates.on_nonfinite = training.on_nonfinite
     return trainer

@@ -204,7 +204,7 @@ class RunLine(LogLine):
 
     def __init__(self, trainer: "RunTrainer", *numbers: Any):
         super().__init__(trainer, *numbers)
-        self._steps, finite = trainer.finite_updates.take_verdicts()
+        self._steps, finite = trainer.nonfinite_updates.take_verdicts()
         self._finite = HostCopy(finite)
         self._all_tokens = copy_number(trainer.counts.tokens)
         self.left_out: list[int] = []  # once it is read
@@ -227,5 +227,5 @@ class RunLogging(DeferredLogging):
     def write(self, trainer: Any) -> LogLine | None:
         line = super().write(trainer)
         for step in line.left_out if isinstance(line, RunLine) else ():
-            trainer.finite_updates.handle(trainer, step)
+            trainer.nonfinite_updates.handle(trainer, step)
         return line

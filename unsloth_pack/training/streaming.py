@@ -71,8 +71,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         seed: of the order of rows that are planned together.
         share: of the documents that this process takes.
         n_workers: processes that read and tokenise. Their number changes no row.
-        ahead: rows that are ready before one is given out. If a document is refused, so many still come: the
-            training can stop at an update, on all processes at the same one. A loader of rows with images
+        ahead: rows that are ready before one is given out. After a refused document this many still come, so
+            that all processes stop after the same update. A loader of rows with images
             takes `decoders + 1` batches before they are trained on.
         decoders: threads that decode images, each those of a batch; 0 where no row has any.
     """

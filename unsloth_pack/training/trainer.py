@@ -101,7 +101,7 @@ class RunTrainer(SFTTrainer):
             self.add_callback(TurnToEpoch(sampler))
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
-        self.finite_updates = NonFiniteUpdates()
+        self.nonfinite_updates = NonFiniteUpdates()
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
@@ -230,7 +230,7 @@ class RunTrainer(SFTTrainer):
         finally:
             if self._in_backward is not None:
                 self._in_backward.end()
-        loss = self.finite_updates.note_loss(loss)
+        loss = self.nonfinite_updates.note_loss(loss)
         self.memory_watch.end()
         return loss
 
@@ -246,14 +246,14 @@ class RunTrainer(SFTTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
         self._average_gradients()
-        return self.finite_updates.judge(self, super()._clip_grad_norm(model))
+        return self.nonfinite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
         self._average_gradients()
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
-        return self.finite_updates.judge(self, norm)
+        return self.nonfinite_updates.judge(self, norm)
 
     # After an update
 
