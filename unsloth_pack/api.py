@@ -18,6 +18,7 @@ from unsloth_pack.checkpoints.loading import (
     check_loading,
     check_loftq,
     check_positions,
+    find_model,
     load_adapter,
     load_model,
     load_tokenizer,
@@ -25,7 +26,6 @@ from unsloth_pack.checkpoints.loading import (
     own_device,
     quantization,
     refuse_stored_quantised,
-    resolve,
     split_config,
     take_file_options,
     tokenizer_folder,
@@ -121,7 +121,7 @@ class FastLanguageModel:
         set_seed(random_state)
         _let_segments_grow()
         dtype = weight_dtype(dtype, full_finetuning)
-        source, adapter = resolve(model_name)
+        source, adapter = find_model(model_name)
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         take_loading_arguments(hf_kwargs)
         hub |= take_file_options(hf_kwargs)

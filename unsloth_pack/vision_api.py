@@ -9,7 +9,7 @@ from torch import nn
 
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.chat_templates.answers import find_relabel
-from unsloth_pack.checkpoints.loading import resolve, split_config, take_file_options
+from unsloth_pack.checkpoints.loading import find_model, split_config, take_file_options
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionCounts, VisionDocument, VisionEncoder
 from unsloth_pack.images.families import make_image_family
@@ -73,7 +73,7 @@ class FastVisionModel:
             UnsupportedArchitecture: no patch is declared for the language model.
             InputError: the model takes no images, or as `FastLanguageModel.from_pretrained`.
         """
-        source, _ = resolve(model_name)
+        source, _ = find_model(model_name)
         names = ("token", "revision", "trust_remote_code")
         files = {name: kwargs[name] for name in names if name in kwargs} | take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)

@@ -34,11 +34,11 @@ import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.checkpoints.loading import (
+    find_model,
     load_model,
     load_tokenizer,
     own_device,
     quantization,
-    resolve,
     weight_dtype,
 )
 from unsloth_pack.errors import InputError, first_line
@@ -193,7 +193,7 @@ def _patched_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
 def _plain_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """Load the same model and adapter with plain transformers and PEFT, and their best attention here."""
     set_seed(SEED)
-    source, dtype = resolve(case.model_name)[0], weight_dtype(None)
+    source, dtype = find_model(case.model_name)[0], weight_dtype(None)
     model = load_model(
         source,
         dtype=dtype,

@@ -65,7 +65,7 @@ _UNREADABLE = (
 )
 
 
-def resolve(model_name: str) -> tuple[str, str | None]:
+def find_model(model_name: str) -> tuple[str, str | None]:
     """Where the base model's weights are, and the adapter's folder if `model_name` is one.
 
     Raises:
@@ -96,7 +96,7 @@ def _base_of(adapter: str) -> str:
             "the result in base_model_name_or_path"
         )
     try:
-        return resolve(base)[0]
+        return find_model(base)[0]
     except InputError as error:
         raise InputError(
             f"the base model of the adapter {adapter}: {error}, or correct base_model_name_or_path in {path}"
@@ -166,7 +166,7 @@ def own_device() -> dict[str, int | str]:
 
 def tokenizer_folder(model_name: str) -> str:
     """Where the tokenizer of a model lies: beside an adapter saved with one, else in its base model."""
-    source, adapter = resolve(model_name)
+    source, adapter = find_model(model_name)
     has_own = adapter is not None and os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
     return adapter if adapter and has_own else source
 

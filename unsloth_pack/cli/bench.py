@@ -102,15 +102,15 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     from unsloth_pack.checkpoints.loading import (
         check_loading,
         check_positions,
+        find_model,
         load_config,
-        resolve,
         weight_dtype,
     )
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.validate import check_backend
 
     name = flags.get("model_name", "demo")
-    base = resolve(name)[0]
+    base = find_model(name)[0]
     config = load_config(base).get_text_config()
     attn_backend = flags.get("attn_backend") or "auto"
     check_backend(attn_backend, config, weight_dtype(None), device_type())

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     check_new_folder("out", out)
     check_sources(flags)
 
-    from unsloth_pack.checkpoints.loading import check_positions, load_config, resolve
+    from unsloth_pack.checkpoints.loading import check_positions, find_model, load_config
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)
     model_name, capacity = flags.get("model_name", "demo"), flags.get("max_seq_length") or 2048
-    base, adapter = resolve(model_name)
+    base, adapter = find_model(model_name)
     check_positions(capacity, model_name, load_config(base).get_text_config())
     only_responses = flags.get("train_on_responses_only", False)
     data, settings = data_options(flags), image_options(flags)

@@ -32,14 +32,14 @@ def run(arguments: Sequence[str]) -> int:
     flags = _parser().parse(arguments)
     check_sources(flags)
 
-    from unsloth_pack.checkpoints.loading import load_config, resolve
+    from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.report.terminal import LastingConsole
     from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
     seed = flags.get("seed", 3407)
-    config = load_config(resolve(flags.get("model_name", "demo"))[0]).get_text_config()
+    config = load_config(find_model(flags.get("model_name", "demo"))[0]).get_text_config()
     room = flags.get("max_seq_length") or min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
     model, tokenizer = _load_model(flags, room, seed)
     documents = _documents(flags, tokenizer, room) if "dataset" in flags else None

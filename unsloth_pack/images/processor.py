@@ -22,7 +22,7 @@ from transformers import (
 from transformers.image_utils import make_nested_list_of_images
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
-from unsloth_pack.checkpoints.loading import load_with, resolve
+from unsloth_pack.checkpoints.loading import find_model, load_with
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.families import image_family_class, make_image_family
 from unsloth_pack.images.reading import require_pillow
@@ -128,9 +128,9 @@ class VisionProcessor(ProcessorMixin):
 def find_processor_folder(model_name: str) -> str:
     """Find the processor of a model: beside an adapter that was saved with one, else in its base model.
 
-    An adapter's own has the limits of pixels of its training. Raises InputError like `resolve`.
+    An adapter's own has the limits of pixels of its training. Raises InputError like `find_model`.
     """
-    source, adapter = resolve(model_name)
+    source, adapter = find_model(model_name)
     has_own = adapter is not None and any(Path(adapter, name).is_file() for name in _OF_IMAGES)
     return adapter if adapter and has_own else source
 

@@ -36,7 +36,12 @@ _RUNNING_SUMS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 ROW_KEYWORDS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, *_MAX_LENGTHS, "seq_idx")
 PER_TOKEN = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # how it grows within a document
-_BY_TRUST = (*_RUNNING_SUMS, "seq_idx", *_LENGTH_KEYWORDS, "position_ids")  # the first that is there says where padding is
+_BY_TRUST = (
+    *_RUNNING_SUMS,
+    "seq_idx",
+    *_LENGTH_KEYWORDS,
+    "position_ids",
+)  # the first that is there says where padding is
 LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
 _SYNONYMS = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 _SIMILARITY = 0.75  # of difflib, from 0 to 1

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
-from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.checkpoints.loading import find_model, load_config
 from unsloth_pack.config.options import DataOptions, ImageOptions, ModelOptions
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.cache import cores
@@ -187,7 +187,7 @@ class _Builder:
     ):
         self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
         self._tokenizer = tokenizer.tokenizer
-        text: PretrainedConfig = load_config(resolve(model.model_name)[0]).get_text_config()
+        text: PretrainedConfig = load_config(find_model(model.model_name)[0]).get_text_config()
         self._vocab_size = max([text.vocab_size, *(token + 1 for token in tokenizer.new_tokens)])
         self._n_positions = text.max_position_embeddings
         self._image_ids = image_ids_of(model.model_name, self._tokenizer)  # None if it takes no images

@@ -89,7 +89,7 @@ def saved_config(folder: str) -> dict[str, Any]:
     Raises:
         InputError: the folder holds no adapter that can be loaded.
     """
-    from unsloth_pack.checkpoints.loading import resolve
+    from unsloth_pack.checkpoints.loading import find_model
 
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
@@ -97,15 +97,15 @@ def saved_config(folder: str) -> dict[str, Any]:
         if path.with_name(MODEL_CONFIG).is_file():
             remedy = f"it holds a whole model, so give --model_name {folder!r} in place of it"
         raise InputError(f"init_adapter {folder!r} holds no {ADAPTER_CONFIG}; {remedy}")
-    resolve(folder)  # refuses what cannot be read, and other tuners than LoRA
+    find_model(folder)  # refuses what cannot be read, and other tuners than LoRA
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
 
 
 def _is_same_model(name: str, adapter: str) -> bool:
-    from unsloth_pack.checkpoints.loading import resolve
+    from unsloth_pack.checkpoints.loading import find_model
 
-    one, other = resolve(name)[0], resolve(adapter)[0]
+    one, other = find_model(name)[0], find_model(adapter)[0]
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from pyarrow import Table
 from transformers import PreTrainedTokenizerBase
 
-from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.checkpoints.loading import find_model, load_config
 from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
@@ -92,7 +92,7 @@ def saved_with_model(
         InputError: the processor of the adapter cannot be loaded.
     """
     if images is None and init_adapter is not None and find_processor_folder(init_adapter) == init_adapter:
-        config = load_config(resolve(init_adapter)[0])
+        config = load_config(find_model(init_adapter)[0])
         if config.model_type in IMAGE_TOKENS:
             images = preparation_of(init_adapter, config, tokenizer, options)
     return tokenizer if images is None else images.processor

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unsloth_pack.chat_templates.answers import find_relabel
-from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.checkpoints.loading import find_model, load_config
 from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import IMAGES
@@ -226,7 +226,7 @@ def _plain(value: Any) -> Any:
 
 def image_ids_of(model_name: str, tokenizer: PreTrainedTokenizerBase) -> ImageTokenIds | None:
     """The tokens of a model that stand for images; None where it takes none that are prepared here."""
-    config = load_config(resolve(model_name)[0])
+    config = load_config(find_model(model_name)[0])
     if config.model_type not in IMAGE_TOKENS:
         return None
     return ImageTokenIds(get_image_tokens(config), tokenizer, config)
@@ -234,7 +234,7 @@ def image_ids_of(model_name: str, tokenizer: PreTrainedTokenizerBase) -> ImageTo
 
 def takes_images(model_name: str) -> bool:
     """Whether a model has a part that sees images."""
-    return hasattr(load_config(resolve(model_name)[0]), "vision_config")
+    return hasattr(load_config(find_model(model_name)[0]), "vision_config")
 
 
 def image_preparation(
@@ -256,7 +256,7 @@ def image_preparation(
         InputError: images for this model are not prepared here, its processor cannot be loaded, or the
             tokenizer is not that of the model.
     """
-    config = load_config(resolve(model_name)[0])
+    config = load_config(find_model(model_name)[0])
     if not hasattr(config, "vision_config"):
         return None
     has_images = are_expected
@@ -341,7 +341,7 @@ def preparation_of_packs(
     Raises:
         InputError: the model takes no images, or other ones; an option asks for something else.
     """
-    config, preparation = load_config(resolve(model_name)[0]), None
+    config, preparation = load_config(find_model(model_name)[0]), None
     for folder, manifest in packs.items():
         images = manifest.images
         if images is None:

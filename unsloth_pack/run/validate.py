@@ -227,13 +227,13 @@ def _check_dtype(
 
 def _check_model(options: TrainOptions) -> Iterator[InputError]:
     """Refuse a model that is not there or does not fit the options, and attention that cannot run it."""
-    from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.checkpoints.loading import find_model, load_config, weight_dtype
     from unsloth_pack.models import arch_spec_for
 
     model, adapter = options.model, options.adapter
     if adapter.init_adapter is not None:
         saved_config(adapter.init_adapter)  # without which nobody knows the model
-    base, _ = resolve(model.model_name)
+    base, _ = find_model(model.model_name)
     config = load_config(base).get_text_config()
     dtype = weight_dtype(model.dtype, adapter.tuning == "full")
     yield from _check_fits(options, base)
