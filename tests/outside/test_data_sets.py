@@ -155,7 +155,7 @@ def test_a_run_resumes_from_another_folder(train, folder, tmp_path_factory, monk
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert main(["--resume", f"--output_dir={folder / 'out'}"]) == 0
     assert main(["--resume", f"--output_dir={folder / 'out'}", "--split=test"]) == 2
-    assert "split was null, not 'test'" in capsys.readouterr().err
+    assert "split is 'test' and was null" in capsys.readouterr().err
 
 
 # ---- without training: what is chosen, by `pack`
