@@ -469,7 +469,8 @@ def test_the_demos_learn_calls_of_tools(trained, packing, tmp_path):
 def test_one_column_that_acts_on_conversations_elsewhere(refusal, trained, row, name, value):
     line = refusal([row | {name: value}])
     assert f"row 0, column {name!r}" in line
-    assert len(line) <= len("unsloth-pack: ") + 120 or name in ("functions", "objects")  # two ways out
+    said = line.partition("row 0, ")  # behind the path of the file
+    assert len("".join(said[1:])) <= 120 or name in ("functions", "objects")  # two ways out
     assert line.endswith(f"--columns {name}=")
     assert len(trained([row | {name: value}], f"--columns={name}=")) == 1
 

@@ -126,7 +126,10 @@ def _of_data(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
             "a stream are equal; give --eval_dataset"
         )
     if folder := packs_in(v.dataset):
-        yield f"streaming is set and {folder} holds packed rows, which are on the disk; leave out --streaming"
+        yield (
+            f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
+            "--streaming"
+        )
 
 
 def _items(named: Any) -> list[Mapping[str, Any]]:
