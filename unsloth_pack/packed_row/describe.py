@@ -246,7 +246,7 @@ def _read_whole(name: str, values: object, remedy: str) -> np.ndarray:
         array = np.asarray(values)
         with np.errstate(invalid="ignore"):
             numbers = array.astype(np.int64)
-        is_whole = array.dtype.kind in "iufb" and bool((numbers == array).all())
+        is_whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
     except (TypeError, ValueError, OverflowError):
         is_whole = False
     if not is_whole:
