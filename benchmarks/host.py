@@ -151,13 +151,13 @@ def make_model(layers: int) -> Any:
 
 
 def replay_nothing(graphs: Any) -> None:
-    """Capture forms as on a GPU, in graphs whose replay computes nothing."""
+    """Capture shapes as on a GPU, in graphs whose replay computes nothing."""
     import torch
 
     from unsloth_pack.cuda_graphs import step as step_graphs
     from unsloth_pack.layers.mixers import attention
 
-    capture_form = step_graphs.capture_form
+    capture_bucket = step_graphs.capture_bucket
     instead = {
         **dict.fromkeys(("CUDAGraph", "Stream", "current_stream"), lambda: MagicMock(replay=lambda: None)),
         **dict.fromkeys(("graph", "use_mem_pool", "stream"), lambda *_, **__: nullcontext()),
@@ -177,15 +177,15 @@ def replay_nothing(graphs: Any) -> None:
             stack.enter_context(patch.object(torch, "zeros", on_host))
             # The CPU's own reads the row on the host, which a static one does not describe
             stack.enter_context(patch.object(attention, "attend", lambda q, k, v, *_: q + k.sum() + v.sum()))
-            return capture_form(*args)
+            return capture_bucket(*args)
 
-    step_graphs.capture_form = capture
+    step_graphs.capture_bucket = capture
     graphs.why_never = graphs.why_not = None
 
 
 def watch(parts: Parts, model: Any) -> None:
     """Name the parts of a step that are timed."""
-    from unsloth_pack.cuda_graphs.capture import CapturedForm, DecoderState
+    from unsloth_pack.cuda_graphs.capture import CapturedShape, DecoderState
     from unsloth_pack.cuda_graphs.shapes import ShapeBucket
     from unsloth_pack.layers import causal_lm
     from unsloth_pack.packed_row.row import PackedRow
@@ -195,10 +195,10 @@ def watch(parts: Parts, model: Any) -> None:
         (causal_lm, "StepLabels", "labels checked and masked"),
         (causal_lm, "LabelledHead", "labels counted"),
         (DecoderState, "matches", "is the decoder as captured"),
-        (ShapeBucket, "of", "form of the row"),
+        (ShapeBucket, "of", "shape of the row"),
         (PackedRow, "fill", "fill the static row"),
-        (CapturedForm, "launch", "launch the forward graph"),
-        (CapturedForm, "output", "gradients of what was launched"),
+        (CapturedShape, "launch", "launch the forward graph"),
+        (CapturedShape, "output", "gradients of what was launched"),
         (type(model), "forward", "model forward"),
         (type(model), "train", "model.train"),
         (type(model), "zero_grad", "model.zero_grad"),

@@ -21,11 +21,11 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput, _Replayed, capture_form
+from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput, _Replayed, capture_bucket
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
 from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
-from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedForm, ShapeBucket
+from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedShape, ShapeBucket
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.layers.leak_probe import side_effect_free_pass
 from unsloth_pack.layers.mixers import AttentionMixer, Choice, Request
@@ -47,7 +47,7 @@ def is_routed(name):
 
 
 def lengths_of(step):
-    """Rows of one form: about 200 tokens in documents that change."""
+    """Rows of one shape: about 200 tokens in documents that change."""
     return [[90, 60, 45], [120, 1, 80], [30, 31, 33, 100], [64, 136], [100, 95]][step % 5]
 
 
@@ -121,26 +121,29 @@ def capture(models, n=4, **asked):
 
 
 def captured_form(replay):
-    """Stands for a captured form; `replay` gets a row and what goes in."""
+    """Stands for a captured shape; `replay` gets a row and what goes in."""
     return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay)
 
 
-# What a form is, which needs no GPU
+# What a shape is, which needs no GPU
 
 
 def test_a_form_holds_every_row_that_it_is_of():
-    forms = {"[1]": (64, 64, 64), "[70]": (128, 64, 128), "[600, 600]": (1280, 64, 1024)}
+    buckets = {"[1]": (64, 64, 64), "[70]": (128, 64, 128), "[600, 600]": (1280, 64, 1024)}
     for lengths in ([1], [64], [70], [600, 600], [2000, 3], [1] * 300, [5, 4000, 90]):
         row = PackedRow.of_lengths(lengths, CPU)
-        form = ShapeBucket.of(row)
-        assert forms.get(str(lengths), form.size) in (form.size, (form.tokens, form.segments, form.longest))
-        assert form.tokens >= row.n_tokens
-        assert form.tokens - row.n_tokens < max(64, row.n_tokens / 8)
-        static = PackedRow.static(form.tokens, form.segments, form.longest, CPU)
+        bucket = ShapeBucket.of(row)
+        assert buckets.get(str(lengths), bucket.size) in (
+            bucket.size,
+            (bucket.tokens, bucket.segments, bucket.longest),
+        )
+        assert bucket.tokens >= row.n_tokens
+        assert bucket.tokens - row.n_tokens < max(64, row.n_tokens / 8)
+        static = PackedRow.static(bucket.tokens, bucket.segments, bucket.longest, CPU)
         static.fill(row)
         cu = static.cu_seqlens.tolist()
         assert cu[: len(lengths) + 1] == torch.tensor([0, *lengths]).cumsum(0).tolist()
-        assert cu[-1] == form.tokens == static.n_tokens
+        assert cu[-1] == bucket.tokens == static.n_tokens
         sizes = torch.tensor(cu).diff()
         assert sizes.min() >= 0
         assert sizes.max() <= static.longest
@@ -161,12 +164,12 @@ def autocast_on_a_gpu():
 
 
 def test_what_a_form_holds():
-    form = ShapeBucket(tokens=400, segments=4, longest=128, autocast=None)
+    bucket = ShapeBucket(tokens=400, segments=4, longest=128, autocast=None)
     held = {"full": [128, 128, 128, 16], "its tail split": [128, 16]}
     too_much = {"documents": [80] * 5, "tail": [20, 30, 40], "length": [129, 64], "tokens": [101] * 4}
     too_much["one token"] = [101, 100, 100, 100]
     for name, lengths in (held | too_much).items():
-        assert form.holds(PackedRow.of_lengths(lengths, CPU)) == (name in held), name
+        assert bucket.holds(PackedRow.of_lengths(lengths, CPU)) == (name in held), name
 
 
 def test_a_form_reaches_as_far_as_the_positions_of_its_rows():
@@ -204,12 +207,12 @@ def test_a_form_is_of_one_kind_of_inputs():
         Embedded(embeds, [torch.zeros(2, 4)]),
         Embedded(embeds, [torch.zeros(2, 4, requires_grad=True)]),
     ]
-    kinds = [EmbeddedForm.of(inputs) for inputs in (ids, *others)]
+    kinds = [EmbeddedShape.of(inputs) for inputs in (ids, *others)]
     assert len({*kinds}) == 7
-    assert EmbeddedForm.of(Embedded(embeds, [torch.zeros(5, 4)])) == kinds[5]
+    assert EmbeddedShape.of(Embedded(embeds, [torch.zeros(5, 4)])) == kinds[5]
     for kind in kinds:
-        form = ShapeBucket.of(row, False, kind)
-        assert [form.holds(row, False, other) for other in kinds] == [other == kind for other in kinds]
+        bucket = ShapeBucket.of(row, False, kind)
+        assert [bucket.holds(row, False, other) for other in kinds] == [other == kind for other in kinds]
 
 
 def test_a_form_holds_rows_without_axes_of_their_own_but_not_the_reverse():
@@ -218,11 +221,11 @@ def test_a_form_holds_rows_without_axes_of_their_own_but_not_the_reverse():
     of_image = replace_fields(row, axes=np.stack([row.positions, [0, 7, 0, 1, 1], row.positions]))
     assert ShapeBucket.of(of_text) == ShapeBucket.of(row)
     assert not ShapeBucket.of(row).holds(of_image)
-    form = ShapeBucket.of(of_image)
-    assert form.holds(of_image)
-    static = PackedRow.static(8, 4, 3, CPU, form.axes)
+    bucket = ShapeBucket.of(of_image)
+    assert bucket.holds(of_image)
+    static = PackedRow.static(8, 4, 3, CPU, bucket.axes)
     for given in (of_image, of_text, row):
-        assert form.holds(given)
+        assert bucket.holds(given)
         static.fill(given)
         assert static.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
         assert static.cu_seqlens.tolist() == [0, 2, 5, 8, 8]
@@ -315,14 +318,16 @@ def held_up(monkeypatch):
 
 
 def test_which_forms_are_captured(held_up, monkeypatch):
-    """The third row of a form, or any longer row once there are graphs; not a row that wastes a little."""
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda decoder, form, *_: form.tokens)
+    """The third row of a shape, or any longer row once there are graphs; not a row that wastes a little."""
+    monkeypatch.setattr(
+        "unsloth_pack.cuda_graphs.step.capture_bucket", lambda decoder, bucket, *_: bucket.tokens
+    )
     monkeypatch.setattr("unsloth_pack.cuda_graphs.step.MAX_FORMS", 3)
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
-        form = graphs._form_for(None, PackedRow.of_lengths(lengths, CPU), False)
-        return None if form is None else graphs._graphs[form]
+        bucket = graphs._bucket_for(None, PackedRow.of_lengths(lengths, CPU), False)
+        return None if bucket is None else graphs._graphs[bucket]
 
     assert [graphs_for(1000) for _ in range(3)] == [None, None, 1024]
     assert [graphs_for(900) for _ in range(4)] == [1024] * 4
@@ -338,14 +343,14 @@ def test_which_forms_are_captured(held_up, monkeypatch):
 def test_a_form_is_captured_with_room_for_later_rows(held_up, monkeypatch, room_is_free, widths):
     captured = []
     monkeypatch.setattr(
-        "unsloth_pack.cuda_graphs.step.capture_form", lambda _, form, *__: captured.append(form)
+        "unsloth_pack.cuda_graphs.step.capture_bucket", lambda _, bucket, *__: captured.append(bucket)
     )
     graphs = StepGraphs(None, room_is_free)
     rows = [[250] * 8, [20] * 100, [2000], [10] * 200, [1000] * 2]  # all of one size
     for lengths in rows * 2:
-        graphs._form_for(None, PackedRow.of_lengths(lengths, CPU), False)
-    assert [(form.segments, form.longest) for form in captured] == widths
-    assert {form.tokens for form in captured} == {2048}
+        graphs._bucket_for(None, PackedRow.of_lengths(lengths, CPU), False)
+    assert [(bucket.segments, bucket.longest) for bucket in captured] == widths
+    assert {bucket.tokens for bucket in captured} == {2048}
 
 
 def test_the_nearest_form_that_holds_a_row_is_replayed():
@@ -353,17 +358,17 @@ def test_the_nearest_form_that_holds_a_row_is_replayed():
     far = [ShapeBucket(192, 8, 48, None), ShapeBucket(64, 64, 64, None), ShapeBucket(128, 1, 64, None)]
     row = PackedRow.of_lengths([30, 40, 30], CPU)
     graphs = StepGraphs(None)
-    graphs._graphs = {form: form for form in [*reversed(near), *far]}
-    for form in near:
-        assert graphs._form_for(None, row, False) is form
-        del graphs._graphs[form]
+    graphs._graphs = {bucket: bucket for bucket in [*reversed(near), *far]}
+    for bucket in near:
+        assert graphs._bucket_for(None, row, False) is bucket
+        del graphs._graphs[bucket]
 
 
 def test_graphs_say_what_they_hold_and_stay_behind():
     graphs = StepGraphs(None)
-    assert str(graphs) == "not captured: no form of row has come often enough yet"
+    assert str(graphs) == "not captured: no shape of row has come often enough yet"
     graphs._graphs = dict.fromkeys(ShapeBucket(tokens, 64, n, None) for tokens in (512, 64) for n in (32, 64))
-    assert str(graphs) == "captured for 4 forms of rows, of 64, 512 tokens"
+    assert str(graphs) == "captured for 4 shapes of rows, of 64, 512 tokens"
     for other in (graphs, StepGraphs("it is too large")):
         for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
             assert str(twin) == str(StepGraphs(other.why_not))
@@ -380,11 +385,11 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     states = []
     generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", fail)
-    graphs, form = StepGraphs(None), ShapeBucket(64, 64, 64, None)
-    graphs._graphs, before = {form: "from before"}, graphs._memory
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", fail)
+    graphs, bucket = StepGraphs(None), ShapeBucket(64, 64, 64, None)
+    graphs._graphs, before = {bucket: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
-    assert not graphs._capture(None, form, torch.device(device))
+    assert not graphs._capture(None, bucket, torch.device(device))
     assert graphs._memory is not before
     assert states.pop(0) == "0 graphs left"
     assert states == ["its state"]
@@ -401,7 +406,7 @@ def test_memory_is_not_released_for_graphs_that_are_held_still(allocations, monk
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments if allocations.sharing else [])
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    held = capture_form(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, memory)
+    held = capture_bucket(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, memory)
     assert {held.forward_graph, held.backward_graph} < allocations.sharing
     memory.give_back()
     assert not allocations.sharing
@@ -423,7 +428,7 @@ def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
         return captured_form(lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", capture_there)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", capture_there)
     model = patched()
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
     graphs = StepGraphs(None)
@@ -508,7 +513,7 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
         captures.append(captured_form(lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", capture_anew)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", capture_anew)
     model = patched(lora={"lora_dropout": 0.5})
     decoder, row = model.get_decoder(), PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
@@ -565,49 +570,49 @@ def test_hooks_that_record_what_a_caller_asked_for_are_no_reason():
 
 
 def without_kernels(memory, weight):
-    """A form whose graphs compute nothing."""
+    """A shape whose graphs compute nothing."""
     graph = SimpleNamespace(replay=lambda: None)
-    form = SimpleNamespace(
+    bucket = SimpleNamespace(
         memory=memory,
         forward_graph=graph,
         backward_graph=graph,
         outputs=[torch.ones(4, 2), torch.ones(4, 3), torch.ones(4, 5)],
         grads=[torch.ones(4, 2), torch.ones(4, 3), None],
     )
-    form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
-    form.input_gradients = []
-    return form
+    bucket.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
+    bucket.input_gradients = []
+    return bucket
 
 
 def test_activations_are_used_once_and_by_their_own_row():
     weight, memory = nn.Parameter(torch.ones(2)), GraphMemory()
-    forms = [without_kernels(memory, weight) for _ in range(2)]
-    first = _Replayed.apply(forms[0], 3, weight)[0].sum()
+    buckets = [without_kernels(memory, weight) for _ in range(2)]
+    first = _Replayed.apply(buckets[0], 3, weight)[0].sum()
     assert memory.is_awaited
     first.backward(retain_graph=True)
     assert not memory.is_awaited
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
-    second = _Replayed.apply(forms[1], 4, weight)[0].sum()
+    second = _Replayed.apply(buckets[1], 4, weight)[0].sum()
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
     assert memory.is_awaited
     second.backward()
     assert weight.grad.tolist() == [2, 2]
-    third = _Replayed.apply(forms[0], 4, weight)[1].sum()
+    third = _Replayed.apply(buckets[0], 4, weight)[1].sum()
     del third
     assert not memory.is_awaited
 
 
 def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_padding():
     weight, read = nn.Parameter(torch.ones(2)), []
-    form = without_kernels(GraphMemory(), weight)
-    form.backward_graph = SimpleNamespace(
-        replay=lambda: read.append([form.grads[i].tolist() for i in (0, 1)])
+    bucket = without_kernels(GraphMemory(), weight)
+    bucket.backward_graph = SimpleNamespace(
+        replay=lambda: read.append([bucket.grads[i].tolist() for i in (0, 1)])
     )
-    form.grads[0].fill_(5)  # as a longer row has left it
-    hidden, router_logits, of_the_first_layer = _Replayed.apply(form, 3, weight)
-    for output in form.outputs:
+    bucket.grads[0].fill_(5)  # as a longer row has left it
+    hidden, router_logits, of_the_first_layer = _Replayed.apply(bucket, 3, weight)
+    for output in bucket.outputs:
         output.fill_(7)
     assert hidden.tolist() == [[1, 1]] * 3
     assert router_logits.tolist() == [[1, 1, 1]] * 3
@@ -619,11 +624,11 @@ def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_
 
 def test_an_output_that_the_loss_does_not_read_gets_no_gradient():
     weight, read = nn.Parameter(torch.ones(2)), []
-    form = without_kernels(GraphMemory(), weight)
-    form.backward_graph = SimpleNamespace(
-        replay=lambda: read.append([form.grads[i].tolist() for i in (0, 1)])
+    bucket = without_kernels(GraphMemory(), weight)
+    bucket.backward_graph = SimpleNamespace(
+        replay=lambda: read.append([bucket.grads[i].tolist() for i in (0, 1)])
     )
-    hidden, _, _ = _Replayed.apply(form, 4, weight)
+    hidden, _, _ = _Replayed.apply(bucket, 4, weight)
     hidden.sum().backward()
     assert read == [[[[1, 1]] * 4, [[0, 0, 0]] * 4]]
 
@@ -638,7 +643,7 @@ def trusted(held_up, monkeypatch):
         return ids
 
     monkeypatch.setattr(
-        "unsloth_pack.cuda_graphs.step.capture_form",
+        "unsloth_pack.cuda_graphs.step.capture_bucket",
         lambda *_: SimpleNamespace(launch=launch, output=lambda row, ids: "replayed"),
     )
     model = patched(lora={"lora_dropout": 0.5})
@@ -793,7 +798,7 @@ def test_router_logits_are_captured_with_their_gradients(allocations, held_up, m
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs)
             assert ours.requires_grad == theirs.requires_grad
-    assert str(graphs).startswith("captured for 2 forms")
+    assert str(graphs).startswith("captured for 2 shapes")
 
 
 def without_waits(asked):
@@ -806,7 +811,7 @@ WARM_UP = ("warm-up", "warm-up")  # the forward pass, then the backward pass
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     for tokens in (64, 128):
-        capture_form(decoder, ShapeBucket(tokens, 64, 64, None), CPU, memory)
+        capture_bucket(decoder, ShapeBucket(tokens, 64, 64, None), CPU, memory)
     asked = without_waits(allocations)
     what, pools = zip(*((first, pool) for first, pool, *_ in asked), strict=True)
     assert what == ("capture", *(*WARM_UP, "capture", "capture") * 2)
@@ -819,7 +824,7 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
 
 
 def test_a_replay_is_of_the_row_that_came(allocations):
-    captured = capture_form(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
+    captured = capture_bucket(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
     (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
@@ -835,20 +840,20 @@ def test_a_replay_is_of_the_row_that_came(allocations):
 def test_forms_share_the_memory_of_what_comes_back(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     small, large, middle = (
-        capture_form(decoder, ShapeBucket(n, 64, 64, None), CPU, memory) for n in (64, 128, 96)
+        capture_bucket(decoder, ShapeBucket(n, 64, 64, None), CPU, memory) for n in (64, 128, 96)
     )
     (of_small,), (of_large,), (of_middle,) = small.grads, large.grads, middle.grads
     assert of_middle.data_ptr() == of_large.data_ptr() != of_small.data_ptr()
     assert of_middle.shape == (96, 4)
     of_large.fill_(torch.nan)  # of a row that has been used up
-    (again,) = capture_form(decoder, ShapeBucket(96, 64, 64, None), CPU, memory).grads
+    (again,) = capture_bucket(decoder, ShapeBucket(96, 64, 64, None), CPU, memory).grads
     assert not again.any()
 
 
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
-    memory, form = GraphMemory(), ShapeBucket(64, 64, 64, None)
+    memory, bucket = GraphMemory(), ShapeBucket(64, 64, 64, None)
     for allocations.device in (0, 1, 1):
-        capture_form(TinyDecoder(), form, CPU, memory)
+        capture_bucket(TinyDecoder(), bucket, CPU, memory)
     whole = ("capture", *WARM_UP, "capture", "capture")
     assert [what for what, *_ in without_waits(allocations)] == [*whole, *whole, *whole[1:]]
     assert [asked[1] for asked in allocations if asked[0] == "warm-up"] == [(0, 1)] * 2 + [(1, 1)] * 4
@@ -864,27 +869,27 @@ def test_a_warm_up_that_breaks_is_waited_for(allocations):
     decoder = TinyDecoder()
     decoder._packed_forward = fail
     with pytest.raises(torch.OutOfMemoryError):
-        capture_form(decoder, ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
+        capture_bucket(decoder, ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
     assert allocations == [("wait",)]
 
 
 def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkeypatch):
     """As by Ctrl-C in a notebook, where training is then started anew."""
-    decoder, form, memory = TinyDecoder(), ShapeBucket(64, 64, 64, None), GraphMemory()
+    decoder, bucket, memory = TinyDecoder(), ShapeBucket(64, 64, 64, None), GraphMemory()
     with monkeypatch.context() as broken:
         broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            capture_form(decoder, form, CPU, memory)
-    captured = capture_form(decoder, form, CPU, memory)
+            capture_bucket(decoder, bucket, CPU, memory)
+    captured = capture_bucket(decoder, bucket, CPU, memory)
     assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
 def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
-    """In it another form's replay would write over them: single losses were off by 0.5."""
+    """In it another shape's replay would write over them: single losses were off by 0.5."""
     tables = [
         SimpleNamespace(for_row=lambda row: allocations.append(("tables", row.longest)), static_table=None)
     ]
-    capture_form(TinyDecoder(tables), ShapeBucket(64, 64, 48, None), CPU, GraphMemory())
+    capture_bucket(TinyDecoder(tables), ShapeBucket(64, 64, 48, None), CPU, GraphMemory())
     asked = without_waits(allocations)
     assert [what for what, *_ in asked] == ["tables", "capture", *WARM_UP, "capture", "capture"]
     assert asked[0] == ("tables", 48)
@@ -892,7 +897,7 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
 
 @pytest.mark.parametrize("arch", CAPTURED)
 def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
-    """Kept in a module or in the static row, it would lie where replays of other forms write."""
+    """Kept in a module or in the static row, it would lie where replays of other shapes write."""
 
     def living():
         gc.collect()
@@ -1052,13 +1057,13 @@ def test_passes_in_any_order():
         models[0].zero_grad()
     assert all(map(torch.equal, returned[0], kept[0]))
     twin = copy.deepcopy(models[0])
-    assert "no form of row has come often enough" in str(graphs_of(twin))
+    assert "no shape of row has come often enough" in str(graphs_of(twin))
     assert_alike([twin, models[1]], step_both([twin, models[1]], 1))
 
 
 @gpu
 def test_rows_of_several_forms_in_turns():
-    """All forms replay in the same memory: what one of them reads again and again lies elsewhere."""
+    """All shapes replay in the same memory: what one of them reads again and again lies elsewhere."""
     models = pair()
 
     def step(lengths, seed=0):
@@ -1068,13 +1073,13 @@ def test_rows_of_several_forms_in_turns():
         assert_alike(models, [loss.item() for loss in losses])
         return len(graphs_of(models[0])._graphs)
 
-    forms = [[250] * 4, [20] * 150, [2000] * 3]  # no form holds the next: each has more tokens
+    buckets = [[250] * 4, [20] * 150, [2000] * 3]  # no shape holds the next: each has more tokens
     for number in range(12):
-        n_forms = step(forms[number % 3], number)
+        n_forms = step(buckets[number % 3], number)
     assert n_forms == 3
     assert step([250, 240]) == 3  # shorter, and too few to be captured: it runs in graphs that hold it
     assert graphs_of(models[0]).why_not is None
-    assert step([*forms[2], 900]) == 4  # longer than all: captured at once, as the kernels are compiled
+    assert step([*buckets[2], 900]) == 4  # longer than all: captured at once, as the kernels are compiled
 
 
 @gpu

@@ -208,16 +208,16 @@ def test_the_adapters_own_bias(monkeypatch, arch, dtype, checkpointing):
 
 
 class Replayed:
-    """Takes the place of a captured form: runs the row it is given, padded."""
+    """Takes the place of a captured shape: runs the row it is given, padded."""
 
-    def __init__(self, decoder, form, device, memory, windows):
-        self.decoder, self.form = decoder, form
+    def __init__(self, decoder, bucket, device, memory, windows):
+        self.decoder, self.bucket = decoder, bucket
 
     def launch(self, row, input_ids):
         return input_ids
 
     def output(self, row, input_ids):
-        n_padding = self.form.tokens - row.n_tokens
+        n_padding = self.bucket.tokens - row.n_tokens
         padded = PackedRow.of_lengths([*row.lengths, n_padding], row.device)
         ids = torch.nn.functional.pad(input_ids, (0, n_padding))
         hidden = self.decoder._packed_forward(padded, ids, None).last_hidden_state
@@ -236,7 +236,7 @@ class Stale(Replayed):
 def captures(monkeypatch):
     """Steps that CUDA graphs would hold if they ran here."""
     monkeypatch.setattr("unsloth_pack.patching.patch._why_never_captured", lambda *_: None)
-    return lambda form: monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", form)
+    return lambda bucket: monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", bucket)
 
 
 def rows_of(checkpointing, variant="dropout"):

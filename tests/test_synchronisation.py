@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 OURS = os.path.dirname(unsloth_pack.__file__) + os.sep
 READ_LATE = os.path.join(OURS, "host_copy.py")
-BEFORE = 6  # steps in which kernels compile and the form of the row is captured
+BEFORE = 6  # steps in which kernels compile and the shape of the row is captured
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def at_once_and_late(waits):
 
 
 def batch(described_on, seed):
-    """A packed row of one form, on the device."""
+    """A packed row of one shape, on the device."""
     documents = random_documents([90, 60, 45], seed=seed)
     if described_on == "device":
         row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [*map(len, documents)]}

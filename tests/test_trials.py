@@ -217,7 +217,7 @@ def test_graphs_leave_room_for_a_step_with_its_backward_pass():
 
 @pytest.fixture
 def decoder(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda *_: CAPTURED)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", lambda *_: CAPTURED)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     return model.get_decoder()
@@ -228,7 +228,7 @@ IDS = torch.zeros(1, 64, dtype=torch.int64)
 
 
 def steps(graphs, decoder, machine, n, host, device, keeps=0.0):
-    """What is returned for rows of one form, which run uncaptured where it is nothing."""
+    """What is returned for rows of one shape, which run uncaptured where it is nothing."""
     row, found = PackedRow.of_lengths([64], CPU), []
     for _ in range(n):
         found.append(graphs.run(decoder, row, IDS))
@@ -251,7 +251,7 @@ def test_a_step_that_waits_for_python_is_captured(decoder):
     graphs = graphs_on(machine)
     assert steps(graphs, decoder, machine, 4, 0.0213, 0.005) == [None, None, "replayed", "replayed"]
     assert graphs.why_not is None
-    said = "captured for 1 forms of rows, of 64 tokens; the GPU computes 0.0 ms, Python launches 21.3 ms"
+    said = "captured for 1 shapes of rows, of 64 tokens; the GPU computes 0.0 ms, Python launches 21.3 ms"
     assert str(graphs) == said
 
 
@@ -326,7 +326,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
         return StepOutput(torch.randn(*ids.shape, 64), None)
 
     captured = SimpleNamespace(launch=lambda row, ids: ids, output=replay)
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs

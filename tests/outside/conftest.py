@@ -1,7 +1,7 @@
 """The package as a stranger meets it: its public names, its command line, and the libraries around it.
 
-Nothing in this folder imports a module of the package that `docs/api.md` or the README does not name, or reaches
-into one; `test_public_door.py` holds that.
+Nothing in this folder imports a module of the package that `docs/api.md` or the README does not name, or
+reaches into one; `test_public_door.py` holds that.
 """
 
 import itertools

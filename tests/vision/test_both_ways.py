@@ -98,19 +98,19 @@ def test_every_token_sees_what_transformers_masks_let_it_see(seed, window):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 def test_static_blocks_hold_every_row_of_their_form(window):
-    """And the rows of narrower forms. Every run has a query and as many keys or more; what is too many is of
+    """And the rows of narrower shapes. Every run has a query and as many keys or more; what is too many is of
     the padding behind the row."""
     rows = [row for seed in range(20) if len((row := random_row(seed)).blocks)]
-    forms = [ShapeBucket.of(row) for row in rows]
-    form = max(forms, key=lambda form: form.tokens).widened(forms, 1)
-    static = PackedRow.static(form.tokens, form.segments, form.longest, rows[0].device, both_ways=True)
-    padding = form.blocks.padding(form.longest)
-    filled = BlockRows.static(static, window, form.blocks)
+    buckets = [ShapeBucket.of(row) for row in rows]
+    bucket = max(buckets, key=lambda bucket: bucket.tokens).widened(buckets, 1)
+    static = PackedRow.static(bucket.tokens, bucket.segments, bucket.longest, rows[0].device, both_ways=True)
+    padding = bucket.blocks.padding(bucket.longest)
+    filled = BlockRows.static(static, window, bucket.blocks)
     assert BlockRows.from_row(static, window) is filled
-    assert not form.holds(PackedRow.of_lengths((9, 4), rows[0].device))  # text has forms of its own
+    assert not bucket.holds(PackedRow.of_lengths((9, 4), rows[0].device))  # text has shapes of its own
     for row in [*rows, *rows]:
-        assert form.holds(row)
-        filled.fill(row, window, form.tokens - 1, padding)
+        assert bucket.holds(row)
+        filled.fill(row, window, bucket.tokens - 1, padding)
         queries, keys = (each.cu_seqlens.diff().tolist() for each in (filled.queries, filled.keys))
         n, own = len(row.blocks), BlockRows.from_row(row, window)
         assert queries[:n] == [*own.queries.lengths]
@@ -121,7 +121,7 @@ def test_static_blocks_hold_every_row_of_their_form(window):
         assert max(keys) <= filled.keys.longest
         for places, its_own in ((filled.query_places, own.query_places), (filled.key_places, own.key_places)):
             assert torch.equal(places[: len(its_own)], its_own)
-            assert (places[len(its_own) :] == form.tokens - 1).all()
+            assert (places[len(its_own) :] == bucket.tokens - 1).all()
         assert sum(queries) == len(filled.query_places)
         assert sum(keys) == len(filled.key_places)
 

@@ -32,10 +32,10 @@ from torch.nn.utils.rnn import pad_sequence
 from unsloth_pack import patch_model
 from unsloth_pack.attention import backends
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.cuda_graphs.capture import CapturedForm
+from unsloth_pack.cuda_graphs.capture import CapturedShape
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.memory import GraphMemory
-from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedForm, StaticInputs
+from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedShape, StaticInputs
 from unsloth_pack.layers.decoder import add_visual
 from unsloth_pack.layers.mixers import attention
 from unsloth_pack.packed_row.images import BlockRows
@@ -49,7 +49,7 @@ def rows_of(name):
     """Documents of rows of up to 64 tokens, of 128 and of 64 again: by text and images.
 
     Images differ in number and size, they stand first, last and side by side; one row has none; one has as
-    many tokens as its form.
+    many tokens as its shape.
     """
     if name in GRIDS:
         one, two, wide, tall = (4, 6), (2, 2), (2, 8), (8, 4)
@@ -174,11 +174,11 @@ def held_up(monkeypatch):
 def replays(monkeypatch):
     """The tokens of rows that were replayed. Before each, what graphs read is poisoned."""
     replayed = []
-    launch, fill, fill_row = CapturedForm.launch, StaticInputs.fill, PackedRow.fill
+    launch, fill, fill_row = CapturedShape.launch, StaticInputs.fill, PackedRow.fill
 
-    def noted(form, row, inputs):
+    def noted(bucket, row, inputs):
         replayed.append(row.n_tokens)
-        return launch(form, row, inputs)
+        return launch(bucket, row, inputs)
 
     def poisoned(inputs, *given):
         for x in inputs._by_token:
@@ -193,7 +193,7 @@ def replays(monkeypatch):
                 blocks.key_places.fill_(2**40)
         fill_row(static, row)
 
-    monkeypatch.setattr(CapturedForm, "launch", noted)
+    monkeypatch.setattr(CapturedShape, "launch", noted)
     monkeypatch.setattr(StaticInputs, "fill", poisoned)
     monkeypatch.setattr(PackedRow, "fill", poisoned_row)
     return replayed
@@ -272,7 +272,7 @@ def test_a_padded_batch_with_images_is_captured_without_its_padding(recorded, re
 
 
 def test_nothing_that_a_warm_up_over_images_makes_outlives_it(monkeypatch):
-    """Kept in a module or in the static row, it would lie where replays of other forms write."""
+    """Kept in a module or in the static row, it would lie where replays of other shapes write."""
 
     def living():
         gc.collect()
@@ -282,7 +282,7 @@ def test_nothing_that_a_warm_up_over_images_makes_outlives_it(monkeypatch):
     decoder = patched("qwen3_vl", torch.float64, "aligner").get_decoder()
     device = torch.device("cpu")
     row = PackedRow.static(64, 64, 48, device, has_axes=True)
-    inputs = StaticInputs(64, EmbeddedForm(64, torch.float64, 2, True), device, GraphMemory())
+    inputs = StaticInputs(64, EmbeddedShape(64, torch.float64, 2, True), device, GraphMemory())
     for tables in decoder.rotary_tables.values():
         tables.for_row(row)
     before = living()
@@ -374,7 +374,7 @@ def test_captured_steps_under_autocast_are_uncaptured_steps(name, held_up, repla
 @pytest.mark.parametrize("trained", [name for name in TRAINED if name != "all"])
 def test_captured_steps_of_experts_are_uncaptured_steps(trained, held_up, replays):
     """They are captured in bfloat16 alone, where a GEMM of another size may send a token to other experts:
-    so rows have as many tokens as their form."""
+    so rows have as many tokens as their shape."""
     name = "qwen3_vl_moe"
     rows = [filled(name, parts) for parts in rows_of(name)[:4] * 2]
     assert_replayed_alike(pair(name, BF16, trained), name, replays, 0.02, rows)

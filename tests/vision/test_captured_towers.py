@@ -30,7 +30,7 @@ ATTEND = vision_tower.attend
 DTYPE, BOUND = (torch.bfloat16, 0.02) if ON_GPU else (torch.float64, 1e-9)
 BACKEND = "flash" if ON_GPU else "auto"  # the fastest of those that a graph holds
 NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-# The patches of images in height and width, row by row: forms of 64 and of 128 patches, one of them full
+# The patches of images in height and width, row by row: shapes of 64 and of 128 patches, one of them full
 ROWS = [
     [(4, 6)],
     [(2, 2), (4, 6)],
@@ -166,7 +166,7 @@ def test_a_replayed_tower_is_the_uncaptured_one(name, replays):
         assert_alike(ours, theirs)
     n_patches = [sum(height * width for height, width in grids) for grids in ROWS]
     assert replays == n_patches[2:]  # two rows compile the kernels
-    assert str(tower_of(models[0]).tower_graphs) == "captured for 2 forms of rows, of 64, 128 patches"
+    assert str(tower_of(models[0]).tower_graphs) == "captured for 2 shapes of rows, of 64, 128 patches"
 
 
 @pytest.mark.parametrize("name", NAMES)

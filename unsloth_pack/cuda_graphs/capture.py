@@ -1,4 +1,4 @@
-"""Capture the step of one form of row in two graphs, and replay it. Check what graphs assume of a module.
+"""Capture the step of one shape of row in two graphs, and replay it. Check what graphs assume of a module.
 
 While a step is captured, placeholders replace the trained parameters: autograd remembers the stream on which
 a parameter was first used, and a capture fails if that was another stream.
@@ -23,7 +23,7 @@ from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameter
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
 from unsloth_pack.kernels.launch import once_differentiable
 from unsloth_pack.modules import HOOKS, Walkable, is_harmless
-from unsloth_pack.packed_row.images import BlockForm, BlockRows
+from unsloth_pack.packed_row.images import BlockRows, BlockShape
 from unsloth_pack.packed_row.row import PackedRow
 
 logger = logging.getLogger("unsloth_pack")
@@ -89,14 +89,14 @@ class StepOutput:
 
 
 @dataclass(frozen=True, eq=False)
-class CapturedForm:
-    """The graphs of a form, and the static tensors that they read and write."""
+class CapturedShape:
+    """The graphs of a shape, and the static tensors that they read and write."""
 
     memory: GraphMemory  # the pool of the graphs
     forward_graph: torch.cuda.CUDAGraph  # reads `row`, `inputs` and the parameters, writes `outputs`
     # reads `grads` and the saved activations, writes `gradients` and `input_gradients`
     backward_graph: torch.cuda.CUDAGraph
-    row: PackedRow  # a static row of the form's sizes
+    row: PackedRow  # a static row of the shape's sizes
     blocks: "_StaticBlocks | None"  # of the row, padded
     inputs: StaticInputs
     # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
@@ -110,7 +110,7 @@ class CapturedForm:
     kept_alive: tuple[object, ...]  # owns the rest of the memory that the graphs read
 
     def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
-        """Launch the forward pass of a row that fits the form; return the inputs for `output`."""
+        """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(tensors, row.n_tokens)
         self.row.fill(row)
@@ -133,7 +133,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, captured: CapturedForm, n_tokens: int, *inputs_and_parameters: Tensor
+        ctx: Any, captured: CapturedShape, n_tokens: int, *inputs_and_parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         ctx.set_materialize_grads(False)
@@ -146,7 +146,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        captured: CapturedForm = ctx.captured
+        captured: CapturedShape = ctx.captured
         captured.memory.use_up(ctx.token)
         for static, grad in zip(captured.grads, grads, strict=True):
             if static is not None:
@@ -160,9 +160,9 @@ class _Replayed(torch.autograd.Function):
 class _StaticBlocks:
     """The blocks of a static row, for every window of the layers."""
 
-    def __init__(self, row: PackedRow, form: BlockForm, windows: Iterable[int | None]):
-        self._spare, self._padding = row.n_tokens - 1, form.padding(row.longest)
-        self._by_window = {window: BlockRows.static(row, window, form) for window in windows}
+    def __init__(self, row: PackedRow, bucket: BlockShape, windows: Iterable[int | None]):
+        self._spare, self._padding = row.n_tokens - 1, bucket.padding(row.longest)
+        self._by_window = {window: BlockRows.static(row, window, bucket) for window in windows}
 
     def fill(self, row: PackedRow) -> None:
         """Copy the blocks of `row`."""
@@ -170,22 +170,22 @@ class _StaticBlocks:
             blocks.fill(row, window, self._spare, self._padding)
 
 
-def capture_form(
+def capture_bucket(
     decoder: CapturableDecoder,
-    form: ShapeBucket,
+    bucket: ShapeBucket,
     device: torch.device,
     memory: GraphMemory,
     windows: Iterable[int | None] = (),
-) -> CapturedForm:
-    """Capture the forward and backward pass of a decoder, on the current device, over rows of a form.
+) -> CapturedShape:
+    """Capture the forward and backward pass of a decoder, on the current device, over rows of a shape.
 
     Args:
-        windows: of its layers; only for a form with blocks.
+        windows: of its layers; only for a shape with blocks.
 
     Raises:
         RuntimeError: the capture failed, or memory ran out. Then call `memory.give_back`.
     """
-    step = _StaticStep(decoder, form, device, memory, windows)
+    step = _StaticStep(decoder, bucket, device, memory, windows)
     # Outside the graphs' pool: later rows read them too
     for rotary in decoder.rotary_tables.values():
         rotary.for_row(step.row)
@@ -201,15 +201,15 @@ def capture_form(
         leaf_grads = step.backward(output, grads)
         gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
     gradients.release_to_pool()
-    return CapturedForm(
+    return CapturedShape(
         memory=memory,
         forward_graph=forward_graph,
         backward_graph=backward_graph,
         row=step.row,
         blocks=step.blocks,
         inputs=step.inputs,
-        outputs=[alias_memory(x).view(form.tokens, -1) for x in output.tensors],
-        grads=[None if grad is None else grad.view(form.tokens, -1) for grad in grads],
+        outputs=[alias_memory(x).view(bucket.tokens, -1) for x in output.tensors],
+        grads=[None if grad is None else grad.view(bucket.tokens, -1) for grad in grads],
         has_router_logits=output.router_logits is not None,
         parameters=step.parameters,
         gradients=gradients,
@@ -224,23 +224,23 @@ class _StaticStep:
     def __init__(
         self,
         decoder: CapturableDecoder,
-        form: ShapeBucket,
+        bucket: ShapeBucket,
         device: torch.device,
         memory: GraphMemory,
         windows: Iterable[int | None],
     ):
-        sizes = form.tokens, form.segments, form.longest
-        self.row = PackedRow.static(*sizes, device, form.axes, form.blocks is not None)
-        self.blocks = None if form.blocks is None else _StaticBlocks(self.row, form.blocks, windows)
-        self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
+        sizes = bucket.tokens, bucket.segments, bucket.longest
+        self.row = PackedRow.static(*sizes, device, bucket.axes, bucket.blocks is not None)
+        self.blocks = None if bucket.blocks is None else _StaticBlocks(self.row, bucket.blocks, windows)
+        self.inputs = StaticInputs(bucket.tokens, bucket.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
-        dtype = form.autocast or decoder.get_input_embeddings().weight.dtype
+        dtype = bucket.autocast or decoder.get_input_embeddings().weight.dtype
         self.placeholders = PlaceholderParams(decoder, dtype, memory)
         self.recomputed = RecomputedLayers(decoder, memory)
         self._leaves = [*self.placeholders.get(self.parameters), *self.inputs.leaves]
         self._decoder = decoder
-        self._autocast = form.autocast
-        self._options: dict[str, Any] = {"output_router_logits": True} if form.router_logits else {}
+        self._autocast = bucket.autocast
+        self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
 
     def forward(self) -> StepOutput:
         """Run the static row: `[1, tokens, C]` and `[tokens, experts]`."""
@@ -381,7 +381,7 @@ def _alike(value: object) -> object:
 
 
 class GraphCache:
-    """The graphs of one module, by the form of what they replay. Copies and pickles hold no graphs.
+    """The graphs of one module, by the shape of what they replay. Copies and pickles hold no graphs.
 
     Args:
         why_never: why nothing can be captured, or None.

@@ -106,7 +106,7 @@ class _Lap:
 
 
 class CaptureDecision:
-    """The measurements, by the tokens of a row as its form rounds them up."""
+    """The measurements, by the tokens of a row as its shape rounds them up."""
 
     def __init__(self, make_timer: Callable[[torch.device], DeviceTimer] = DeviceTimer):
         self._make_timer = make_timer

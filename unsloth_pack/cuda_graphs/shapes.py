@@ -1,4 +1,4 @@
-"""Forms of packed rows: sizes rounded up, to which a row is padded. Rows of one form replay the same graphs.
+"""Forms of packed rows: sizes rounded up, to which a row is padded. Rows of one shape replay the same graphs.
 
 Shapes: B rows of T tokens, N = B * T, V image tokens, C features.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.models.spec import DEEPSTACK
-from unsloth_pack.packed_row.images import BlockForm
+from unsloth_pack.packed_row.images import BlockShape
 from unsloth_pack.packed_row.row import PackedRow, power_of_2, round_up
 
 
@@ -37,7 +37,7 @@ class Embedded:
 
 
 @dataclass(frozen=True)
-class EmbeddedForm:
+class EmbeddedShape:
     """The properties of embeddings that graphs depend on."""
 
     features: int  # of a token
@@ -46,7 +46,7 @@ class EmbeddedForm:
     trains: bool  # the embeddings need a gradient, for example for a vision tower
 
     @classmethod
-    def of(cls, inputs: Tensor | Embedded) -> "EmbeddedForm | None":
+    def of(cls, inputs: Tensor | Embedded) -> "EmbeddedShape | None":
         """Describe embeddings; None for token ids."""
         if isinstance(inputs, Tensor):
             return None
@@ -56,17 +56,17 @@ class EmbeddedForm:
 
 
 class StaticInputs:
-    """The static inputs of graphs: token ids without a form, else embeddings."""
+    """The static inputs of graphs: token ids without a shape, else embeddings."""
 
-    def __init__(self, tokens: int, form: EmbeddedForm | None, device: torch.device, memory: GraphMemory):
+    def __init__(self, tokens: int, bucket: EmbeddedShape | None, device: torch.device, memory: GraphMemory):
         self._ids: Tensor | None = None
         self._by_token: list[Tensor] = []
-        if form is None:
+        if bucket is None:
             self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         else:
-            for number in range(1 + form.n_layers):
-                x = memory.input(number, tokens, form.features, form.dtype, device)
-                self._by_token.append(x.requires_grad_(form.trains))
+            for number in range(1 + bucket.n_layers):
+                x = memory.input(number, tokens, bucket.features, bucket.dtype, device)
+                self._by_token.append(x.requires_grad_(bucket.trains))
         # `[tokens, C]` each; the inputs that get gradients
         self.leaves = [x for x in self._by_token if x.requires_grad]
 
@@ -96,23 +96,23 @@ WASTE_ALLOWED = 1.25  # padded tokens for each token of a common size, before it
 
 @dataclass(frozen=True)
 class ShapeBucket:
-    """The form of a row: its sizes, rounded up."""
+    """The shape of a row: its sizes, rounded up."""
 
     tokens: int  # of the padded row
     segments: int  # of the padded row: its documents, and the pieces of the padding
     longest: int  # tokens of a segment at most, and positions that the row reaches
     autocast: torch.dtype | None  # its dtype; None without autocast
     router_logits: bool = False  # they are requested beside the last hidden state
-    embedded: EmbeddedForm | None = None  # None for token ids
+    embedded: EmbeddedShape | None = None  # None for token ids
     axes: bool = False  # tokens may have other positions in time, height and width than along the text
-    blocks: BlockForm | None = None  # of bidirectional tokens. With them the last token is padding
+    blocks: BlockShape | None = None  # of bidirectional tokens. With them the last token is padding
 
     @classmethod
     def of(
-        cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
+        cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedShape | None = None
     ) -> "ShapeBucket":
         """Round a row's sizes: tokens to sixteenths of the power of 2 above, the rest to powers of 2."""
-        blocks = BlockForm.from_row(row) if len(row.blocks) else None
+        blocks = BlockShape.from_row(row) if len(row.blocks) else None
         tokens = round_up(row.n_tokens + (blocks is not None), 64)
         longest = power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, power_of_2(_segments(row, tokens, longest)))
@@ -120,19 +120,19 @@ class ShapeBucket:
         return cls(tokens, segments, longest, *kind, blocks)
 
     def widened(self, others: Iterable["ShapeBucket"], room: int) -> "ShapeBucket":
-        """Widen to the segments, their length and the blocks of other forms with no more tokens.
+        """Widen to the segments, their length and the blocks of other shapes with no more tokens.
 
         Args:
-            room: a further factor for segments and their length, up to the form's tokens.
+            room: a further factor for segments and their length, up to the shape's tokens.
         """
         like = [self, *(other for other in others if other.tokens <= self.tokens and other.kind == self.kind)]
-        longest = max(form.longest for form in like)
-        blocks = [form.blocks for form in like if form.blocks is not None]
+        longest = max(bucket.longest for bucket in like)
+        blocks = [bucket.blocks for bucket in like if bucket.blocks is not None]
         return replace(
             self,
-            segments=room * max(form.segments for form in like),
+            segments=room * max(bucket.segments for bucket in like),
             longest=max(longest, min(room * longest, power_of_2(self.tokens))),
-            blocks=reduce(BlockForm.widened, blocks) if blocks else None,
+            blocks=reduce(BlockShape.widened, blocks) if blocks else None,
         )
 
     @property
@@ -147,9 +147,9 @@ class ShapeBucket:
         return self.autocast, self.router_logits, self.embedded, self.axes, self.blocks is not None
 
     def holds(
-        self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
+        self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedShape | None = None
     ) -> bool:
-        """True if the row fits into the form, under the current autocast."""
+        """True if the row fits into the shape, under the current autocast."""
         return (
             row.n_tokens + bool(len(row.blocks)) <= self.tokens
             and _longest(row) <= self.longest

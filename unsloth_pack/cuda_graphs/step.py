@@ -1,13 +1,13 @@
 """The captured step: a decoder's forward and backward over a packed row, replayed as two CUDA graphs.
 
 On a small model a step waits for Python and for thousands of kernel launches; a graph launches all of its
-kernels at once. The graphs live inside the decoder, so every trainer gets them. The first rows of a form run
+kernels at once. The graphs live inside the decoder, so every trainer gets them. The first rows of a shape run
 as usual and are timed. If launching holds the GPU up, the next row is captured, and later rows are copied
 into static buffers and replayed.
 
-A form is the number of tokens, the number of documents and the length of the longest, each rounded up. The
+A shape is the number of tokens, the number of documents and the length of the longest, each rounded up. The
 row is padded with a document that no gradient reaches, `cu_seqlens` with empty documents. A capture takes as
-long as several steps, so a form is wide enough for all rows seen so far, and wider if that costs nothing. An
+long as several steps, so a shape is wide enough for all rows seen so far, and wider if that costs nothing. An
 uncaptured step runs as usual, and `StepGraphs.why_not` says why.
 """
 
@@ -18,7 +18,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unsloth_pack.cuda_graphs.capture import CapturedForm, DecoderState, GraphCache, StepOutput, capture_form
+from unsloth_pack.cuda_graphs.capture import (
+    CapturedShape,
+    DecoderState,
+    GraphCache,
+    StepOutput,
+    capture_bucket,
+)
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, longer_than_launching
 from unsloth_pack.cuda_graphs.memory import describe_cause
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
@@ -27,16 +33,16 @@ from unsloth_pack.cuda_graphs.shapes import (
     ROWS_BEFORE_CAPTURE,
     WASTE_ALLOWED,
     Embedded,
-    EmbeddedForm,
+    EmbeddedShape,
     ShapeBucket,
 )
 from unsloth_pack.packed_row.row import PackedRow
 
-_ROOM = 2  # factor on the needs of the rows so far, if a wider form costs almost nothing
+_ROOM = 2  # factor on the needs of the rows so far, if a wider shape costs almost nothing
 
 
 class StepGraphs(GraphCache):
-    """The graphs of one decoder, one pair for each form of row.
+    """The graphs of one decoder, one pair for each shape of row.
 
     Args:
         room_is_free: True if room for more and longer documents makes its layers no slower.
@@ -49,31 +55,31 @@ class StepGraphs(GraphCache):
         super().__init__(why_never, "step")
         self.windows = windows
         self._room_is_free = room_is_free
-        self._forms_seen: set[ShapeBucket] = set()
+        self._buckets_seen: set[ShapeBucket] = set()
         self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
-        self._graphs: dict[ShapeBucket, CapturedForm]
+        self._graphs: dict[ShapeBucket, CapturedShape]
         self._state: DecoderState | None
         self._is_trusted = False  # True if the decoder matched in the last step
-        self._trials: defaultdict[EmbeddedForm | None, CaptureDecision] = defaultdict(CaptureDecision)
+        self._trials: defaultdict[EmbeddedShape | None, CaptureDecision] = defaultdict(CaptureDecision)
         self._on_trial: ShapeBucket | None = None  # of the row that runs next
         # Why graphs would leave too little memory, by the kind of input and tokens
-        self._too_large: dict[tuple[EmbeddedForm | None, int], str | None] = {}
+        self._too_large: dict[tuple[EmbeddedShape | None, int], str | None] = {}
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[object, ...]]:
         return StepGraphs, (self.why_never, self._room_is_free, self.windows)
 
     def __str__(self) -> str:
         if self._graphs:
-            sizes = sorted({form.tokens for form in self._graphs})
-            text = f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
-            if n_embedded := sum(form.embedded is not None for form in self._graphs):
+            sizes = sorted({bucket.tokens for bucket in self._graphs})
+            text = f"captured for {len(self._graphs)} shapes of rows, of {', '.join(map(str, sizes))} tokens"
+            if n_embedded := sum(bucket.embedded is not None for bucket in self._graphs):
                 text += f", {n_embedded} of them of embeddings"
-            largest = max(self._graphs, key=lambda form: form.tokens)
+            largest = max(self._graphs, key=lambda bucket: bucket.tokens)
             times = self._trials[largest.embedded].times(largest.tokens)
             if times is not None:
                 text += f"; the GPU computes {times.device}, Python launches {times.host}"
             return text
-        return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
+        return f"not captured: {self.why_not or 'no shape of row has come often enough yet'}"
 
     def replay(
         self,
@@ -91,10 +97,10 @@ class StepGraphs(GraphCache):
         may_begin = self._is_trusted and self.why_never is None
         if not may_begin or not decoder.training or not torch.is_grad_enabled():
             return None
-        embedded = EmbeddedForm.of(inputs)
-        form = ShapeBucket.of(row, router_logits, embedded)
+        embedded = EmbeddedShape.of(inputs)
+        bucket = ShapeBucket.of(row, router_logits, embedded)
         nearest = self._nearest(row, router_logits, embedded)
-        if nearest is None or nearest.tokens > WASTE_ALLOWED * form.tokens:
+        if nearest is None or nearest.tokens > WASTE_ALLOWED * bucket.tokens:
             return None
         if self._memory.is_awaited:
             return None
@@ -106,7 +112,7 @@ class StepGraphs(GraphCache):
                 self._is_trusted = False
                 DeviceTimer(row.device).wait()  # the graphs are dropped next and must have finished
                 return None
-            self._forms_seen.add(form)
+            self._buckets_seen.add(bucket)
             self.why_not = None
             return captured.output(row, tensors)
 
@@ -127,11 +133,11 @@ class StepGraphs(GraphCache):
         self._on_trial = None
         if self.why_never is not None or not torch.is_grad_enabled():
             return None
-        embedded = EmbeddedForm.of(inputs)
+        embedded = EmbeddedShape.of(inputs)
         if decoder.training and not self._graphs:  # spares the look at the decoder if no graphs are needed
-            own_form = ShapeBucket.of(row, router_logits, embedded)
-            if self._needs_no_graphs(own_form):
-                self._on_trial = own_form
+            own_bucket = ShapeBucket.of(row, router_logits, embedded)
+            if self._needs_no_graphs(own_bucket):
+                self._on_trial = own_bucket
                 return None
         state = self._state
         if state is None or not state.matches(decoder):
@@ -145,16 +151,16 @@ class StepGraphs(GraphCache):
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         with _device_of(inputs):  # a capture uses the current device, which may be another
-            form = self._form_for(decoder, row, router_logits, embedded)
-            if form is None:
+            bucket = self._bucket_for(decoder, row, router_logits, embedded)
+            if bucket is None:
                 return None
             self._is_trusted = True
-            captured = self._graphs[form]
-            with self._trials[embedded].replay(form.tokens, row.device):
+            captured = self._graphs[bucket]
+            with self._trials[embedded].replay(bucket.tokens, row.device):
                 tensors = captured.launch(row, inputs)
             return captured.output(row, tensors)
 
-    def _why_not_row(self, row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState) -> str | None:
+    def _why_not_row(self, row: PackedRow, embedded: EmbeddedShape | None, state: DecoderState) -> str | None:
         """Explain why this row of a step is not captured, or None."""
         if len(row.blocks) and not self.windows:
             return "the tokens of images see each other in both directions, which is computed on the host"
@@ -165,11 +171,11 @@ class StepGraphs(GraphCache):
     @contextmanager
     def tried(self, row: PackedRow) -> Iterator[None]:
         """Wrap the forward pass of a row that `run` has left uncaptured, to measure it if necessary."""
-        form, self._on_trial = self._on_trial, None
-        if form is None:
+        bucket, self._on_trial = self._on_trial, None
+        if bucket is None:
             yield
             return
-        with self._trials[form.embedded].trial(form.tokens, row.device):
+        with self._trials[bucket.embedded].trial(bucket.tokens, row.device):
             yield
 
     def _start_over(self, decoder: CapturableDecoder) -> DecoderState:
@@ -178,71 +184,71 @@ class StepGraphs(GraphCache):
         self._state, self._is_trusted = DecoderState(decoder), False
         return self._state
 
-    def _form_for(
+    def _bucket_for(
         self,
         decoder: CapturableDecoder,
         row: PackedRow,
         router_logits: bool,
-        embedded: EmbeddedForm | None = None,
+        embedded: EmbeddedShape | None = None,
     ) -> ShapeBucket | None:
-        """Capture the row's own form, or return one that fits: padding costs less than launches."""
-        form = ShapeBucket.of(row, router_logits, embedded)
-        self._forms_seen.add(form)
-        self._rows_seen[form.tokens, form.kind] += 1
+        """Capture the row's own shape, or return one that fits: padding costs less than launches."""
+        bucket = ShapeBucket.of(row, router_logits, embedded)
+        self._buckets_seen.add(bucket)
+        self._rows_seen[bucket.tokens, bucket.kind] += 1
         nearest = self._nearest(row, router_logits, embedded)
-        is_common = self._rows_seen[form.tokens, form.kind] > ROWS_BEFORE_CAPTURE
+        is_common = self._rows_seen[bucket.tokens, bucket.kind] > ROWS_BEFORE_CAPTURE
         if nearest is None:
-            self._on_trial = form
+            self._on_trial = bucket
             wanted = is_common or bool(self._graphs)  # once anything is captured, all kernels are compiled
         else:
-            wanted = is_common and nearest.tokens > WASTE_ALLOWED * form.tokens
+            wanted = is_common and nearest.tokens > WASTE_ALLOWED * bucket.tokens
         wanted = wanted and len(self._graphs) < MAX_FORMS
-        is_worth_it = self._is_worth_it(form, row.device) if wanted or nearest is None else False
+        is_worth_it = self._is_worth_it(bucket, row.device) if wanted or nearest is None else False
         if wanted and is_worth_it:
             self._on_trial = None
-            form = form.widened(self._forms_seen, _ROOM if self._room_is_free else 1)
-            return form if self._capture(decoder, form, row.device) else None
+            bucket = bucket.widened(self._buckets_seen, _ROOM if self._room_is_free else 1)
+            return bucket if self._capture(decoder, bucket, row.device) else None
         if nearest is not None:
             self.why_not = None
         return nearest
 
     def _nearest(
-        self, row: PackedRow, router_logits: bool, embedded: EmbeddedForm | None
+        self, row: PackedRow, router_logits: bool, embedded: EmbeddedShape | None
     ) -> ShapeBucket | None:
-        """Return the smallest captured form that fits a row."""
-        holding = [form for form in self._graphs if form.holds(row, router_logits, embedded)]
-        return min(holding, key=lambda form: form.size, default=None)
+        """Return the smallest captured shape that fits a row."""
+        holding = [bucket for bucket in self._graphs if bucket.holds(row, router_logits, embedded)]
+        return min(holding, key=lambda bucket: bucket.size, default=None)
 
-    def _is_worth_it(self, form: ShapeBucket, device: torch.device) -> bool:
+    def _is_worth_it(self, bucket: ShapeBucket, device: torch.device) -> bool:
         """True if a replay is known to save time and leaves enough memory; else sets `why_not`."""
-        trials, size = self._trials[form.embedded], (form.embedded, form.tokens)
-        is_held_up = trials.is_held_up(form.tokens)
+        trials, size = self._trials[bucket.embedded], (bucket.embedded, bucket.tokens)
+        is_held_up = trials.is_held_up(bucket.tokens)
         if is_held_up and size not in self._too_large:
             gradients = 0 if self._state is None else self._state.bytes_of_gradients
-            self._too_large[size] = trials.why_too_large(form.tokens, device, gradients)
+            self._too_large[size] = trials.why_too_large(bucket.tokens, device, gradients)
         if is_held_up:
             self.why_not = self._too_large[size]
             return self.why_not is None
-        self._needs_no_graphs(form)
+        self._needs_no_graphs(bucket)
         return False
 
-    def _needs_no_graphs(self, form: ShapeBucket) -> bool:
+    def _needs_no_graphs(self, bucket: ShapeBucket) -> bool:
         """True if rows of this size are known not to wait for Python; sets `why_not`."""
-        trials = self._trials[form.embedded]
-        times = trials.times(form.tokens)
-        if times is None or trials.is_held_up(form.tokens) is not False:
+        trials = self._trials[bucket.embedded]
+        times = trials.times(bucket.tokens)
+        if times is None or trials.is_held_up(bucket.tokens) is not False:
             return False
         self.why_not = longer_than_launching(times)
         return True
 
-    def _capture(self, decoder: CapturableDecoder, form: ShapeBucket, device: torch.device) -> bool:
-        """Capture a form; False if that failed."""
+    def _capture(self, decoder: CapturableDecoder, bucket: ShapeBucket, device: torch.device) -> bool:
+        """Capture a shape; False if that failed."""
         try:
-            captured = capture_form(decoder, form, device, self._memory, self.windows)
+            captured = capture_bucket(decoder, bucket, device, self._memory, self.windows)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             cause = describe_cause(error)
         else:
-            self._graphs[form] = captured
+            self._graphs[bucket] = captured
             if self._state is not None:
                 self._state.keep_memory()
             return True

@@ -60,42 +60,44 @@ class Patches:
 
 
 @dataclass(frozen=True)
-class PatchesForm:
-    """The form of a row's patches: its sizes, rounded up. Rows of one form replay the same graph."""
+class PatchesShape:
+    """The shape of a row's patches: its sizes, rounded up. Rows of one shape replay the same graph."""
 
     n_patches: int  # or images of a batch
-    rows: tuple[ShapeBucket, ...]  # the forms of their segments
+    rows: tuple[ShapeBucket, ...]  # the shapes of their segments
     kind: tuple[object, ...]  # properties that must be equal
 
     @classmethod
-    def of(cls, patches: Patches) -> "PatchesForm":
+    def of(cls, patches: Patches) -> "PatchesShape":
         rows = tuple(map(ShapeBucket.of, patches.rows))
         n_patches = rows[0].tokens if rows else round_up(len(patches.pixels))
         return cls(n_patches, rows, patches.kind)
 
     def holds(self, patches: Patches) -> bool:
-        """True if the patches fit into the form, under the current autocast."""
+        """True if the patches fit into the shape, under the current autocast."""
         fits = self.kind == patches.kind and len(patches.pixels) <= self.n_patches
         fits = fits and len(self.rows) == len(patches.rows)
-        return fits and all(form.holds(row) for form, row in zip(self.rows, patches.rows, strict=True))
+        return fits and all(bucket.holds(row) for bucket, row in zip(self.rows, patches.rows, strict=True))
 
-    def widened(self, others: Sequence["PatchesForm"]) -> "PatchesForm":
-        """Widen to the segments of other forms."""
-        forms = (form.widened((other.rows[n] for other in others), 1) for n, form in enumerate(self.rows))
-        return replace(self, rows=tuple(forms))
+    def widened(self, others: Sequence["PatchesShape"]) -> "PatchesShape":
+        """Widen to the segments of other shapes."""
+        buckets = (
+            bucket.widened((other.rows[n] for other in others), 1) for n, bucket in enumerate(self.rows)
+        )
+        return replace(self, rows=tuple(buckets))
 
 
 Run = Callable[[Patches], Output]  # the tower's own forward pass
 
 
 class TowerGraphs(GraphCache):
-    """The graphs of one tower, one for each form of patches; `unit` is that of a row's size, for `str()`."""
+    """The graphs of one tower, one for each shape of patches; `unit` is that of a row's size, for `str()`."""
 
     def __init__(self, why_never: str | None, unit: str = "patches"):
         super().__init__(why_never, "tower")
         self._unit = unit
-        self._graphs: dict[PatchesForm, _CapturedTower]
-        self._forms_seen: dict[PatchesForm, None] = {}
+        self._graphs: dict[PatchesShape, _CapturedTower]
+        self._buckets_seen: dict[PatchesShape, None] = {}
         self._rows_seen: Counter[int] = Counter()  # by their patches
         self._drops = False  # True if it has dropout
         self._trials = CaptureDecision()
@@ -105,21 +107,21 @@ class TowerGraphs(GraphCache):
 
     def __str__(self) -> str:
         if not self._graphs:
-            return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
-        sizes = ", ".join(map(str, sorted({form.n_patches for form in self._graphs})))
-        return f"captured for {len(self._graphs)} forms of rows, of {sizes} {self._unit}"
+            return f"not captured: {self.why_not or 'no shape of row has come often enough yet'}"
+        sizes = ", ".join(map(str, sorted({bucket.n_patches for bucket in self._graphs})))
+        return f"captured for {len(self._graphs)} shapes of rows, of {sizes} {self._unit}"
 
     def output(self, tower: nn.Module, run: Run, patches: Patches) -> Output:
         """Compute a tower's outputs without gradients: replay a graph that fits, or call `run`."""
         if self.why_never is not None:
             return run(patches)
-        form = PatchesForm.of(patches)
+        bucket = PatchesShape.of(patches)
         with torch.cuda.device_of(patches.pixels):  # a capture is of the current device
-            captured = self._graph_for(tower, run, patches, form)
+            captured = self._graph_for(tower, run, patches, bucket)
             if captured is not None:
                 self.why_not = None
                 return captured.replay(patches)
-            with self._trials.trial(form.n_patches, patches.pixels.device):
+            with self._trials.trial(bucket.n_patches, patches.pixels.device):
                 return run(patches)
 
     def leave_out(self, why: str) -> None:
@@ -127,7 +129,7 @@ class TowerGraphs(GraphCache):
         self.why_not = self.why_never or why
 
     def _graph_for(
-        self, tower: nn.Module, run: Run, patches: Patches, form: PatchesForm
+        self, tower: nn.Module, run: Run, patches: Patches, bucket: PatchesShape
     ) -> "_CapturedTower | None":
         self.let_go(tower)
         if self._state is None:
@@ -138,14 +140,14 @@ class TowerGraphs(GraphCache):
             return None
         fitting = (other for other in self._graphs if other.holds(patches))
         nearest = min(fitting, key=lambda other: other.n_patches, default=None)
-        if nearest is not None and nearest.n_patches <= WASTE_ALLOWED * form.n_patches:
+        if nearest is not None and nearest.n_patches <= WASTE_ALLOWED * bucket.n_patches:
             return self._graphs[nearest]
-        self._forms_seen[form] = None
-        self._rows_seen[form.n_patches] += 1
-        is_common = self._rows_seen[form.n_patches] > ROWS_BEFORE_CAPTURE or bool(self._graphs)
-        if not is_common or len(self._graphs) == MAX_FORMS or not self._is_held_up(form):
+        self._buckets_seen[bucket] = None
+        self._rows_seen[bucket.n_patches] += 1
+        is_common = self._rows_seen[bucket.n_patches] > ROWS_BEFORE_CAPTURE or bool(self._graphs)
+        if not is_common or len(self._graphs) == MAX_FORMS or not self._is_held_up(bucket):
             return None
-        return self._capture(tower, run, patches, form.widened([*self._forms_seen]))
+        return self._capture(tower, run, patches, bucket.widened([*self._buckets_seen]))
 
     def _why_not_now(self, tower: nn.Module, state: ModuleState) -> str | None:
         """Explain why no row of this step is captured, or None."""
@@ -155,23 +157,23 @@ class TowerGraphs(GraphCache):
             return "modules have hooks"
         return "the tower drops at random" if self._drops else None
 
-    def _is_held_up(self, form: PatchesForm) -> bool:
+    def _is_held_up(self, bucket: PatchesShape) -> bool:
         """True if launching is known to hold the GPU up; sets `why_not` if it is known not to."""
-        is_held_up = self._trials.is_held_up(form.n_patches)
-        if is_held_up is False and (times := self._trials.times(form.n_patches)) is not None:
+        is_held_up = self._trials.is_held_up(bucket.n_patches)
+        if is_held_up is False and (times := self._trials.times(bucket.n_patches)) is not None:
             self.why_not = longer_than_launching(times)
         return bool(is_held_up)
 
     def _capture(
-        self, tower: nn.Module, run: Run, patches: Patches, form: PatchesForm
+        self, tower: nn.Module, run: Run, patches: Patches, bucket: PatchesShape
     ) -> "_CapturedTower | None":
         try:
-            captured = _CapturedTower(tower, run, patches, form, self._memory)
+            captured = _CapturedTower(tower, run, patches, bucket, self._memory)
             captured.check(patches, run(patches))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             cause = describe_cause(error)
         else:
-            self._graphs[form] = captured
+            self._graphs[bucket] = captured
             return captured
         self._fail(cause, patches.pixels.device)
         return None
@@ -180,9 +182,11 @@ class TowerGraphs(GraphCache):
 class _CapturedTower:
     """One graph, and the static tensors that it reads and writes."""
 
-    def __init__(self, tower: nn.Module, run: Run, patches: Patches, form: PatchesForm, memory: GraphMemory):
-        device, P = patches.pixels.device, form.n_patches
-        self._rows = [PackedRow.static(P, row.segments, row.longest, device) for row in form.rows]
+    def __init__(
+        self, tower: nn.Module, run: Run, patches: Patches, bucket: PatchesShape, memory: GraphMemory
+    ):
+        device, P = patches.pixels.device, bucket.n_patches
+        self._rows = [PackedRow.static(P, row.segments, row.longest, device) for row in bucket.rows]
         static = []
         for number, x in enumerate(patches.tensors):
             n_rows = P * len(x) // len(patches.pixels)

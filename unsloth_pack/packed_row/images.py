@@ -145,14 +145,14 @@ class BlockRows:
         return blocks
 
     @classmethod
-    def static(cls, row: PackedRow, window: int | None, form: "BlockForm") -> "BlockRows":
+    def static(cls, row: PackedRow, window: int | None, bucket: "BlockShape") -> "BlockRows":
         """Make blocks of fixed sizes for the layers of a static row with this window, to `fill` anew."""
-        padding = form.padding(row.longest)
-        n_queries, n_segments = form.queries + padding, form.blocks + padding
-        n_keys = form.earlier_within(window) + n_queries
+        padding = bucket.padding(row.longest)
+        n_queries, n_segments = bucket.queries + padding, bucket.blocks + padding
+        n_keys = bucket.earlier_within(window) + n_queries
         queries, keys = (
             PackedRow.static(n_tokens, n_segments, longest, row.device)
-            for n_tokens, longest in ((n_queries, form.longest), (n_keys, row.longest))
+            for n_tokens, longest in ((n_queries, bucket.longest), (n_keys, row.longest))
         )
         places = torch.zeros(n_queries + n_keys, dtype=torch.int64, device=row.device)
         build = partial(cls, queries, keys, places[:n_queries], places[n_queries:])
@@ -175,7 +175,7 @@ class BlockRows:
 
 
 @dataclass(frozen=True)
-class BlockForm:
+class BlockShape:
     """The sizes of blocks, rounded up."""
 
     blocks: int  # in a row
@@ -184,7 +184,7 @@ class BlockForm:
     longest: int  # tokens of the longest block
 
     @classmethod
-    def from_row(cls, row: PackedRow) -> "BlockForm":
+    def from_row(cls, row: PackedRow) -> "BlockShape":
         """Round up: tokens in steps of a sixteenth of the power of 2 above, the others to powers of 2."""
         blocks, queries, earlier, longest = _sizes(row)
         return cls(
@@ -194,9 +194,9 @@ class BlockForm:
             power_of_2(max(longest, 16)),
         )
 
-    def widened(self, other: "BlockForm") -> "BlockForm":
-        """Return the form that is as large as either."""
-        return BlockForm(*map(max, self._numbers, other._numbers))
+    def widened(self, other: "BlockShape") -> "BlockShape":
+        """Return the shape that is as large as either."""
+        return BlockShape(*map(max, self._numbers, other._numbers))
 
     def holds(self, row: PackedRow) -> bool:
         return all(size <= most for size, most in zip(_sizes(row), self._numbers, strict=True))
@@ -206,7 +206,7 @@ class BlockForm:
         return self.earlier if window is None else min(self.earlier, self.blocks * (window - 1))
 
     def padding(self, longest: int) -> int:
-        """Return how many runs of padding, none longer than a block or `longest` keys, fill the form up."""
+        """Return how many runs of padding, none longer than a block or `longest` keys, fill the shape up."""
         for_queries = -(-self.queries // (self.longest - 1))
         return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
 
@@ -243,7 +243,7 @@ def _starts(row: PackedRow) -> np.ndarray:
 
 
 def _sizes(row: PackedRow) -> list[int]:
-    """Return what a `BlockForm` holds of a row with blocks."""
+    """Return what a `BlockShape` holds of a row with blocks."""
     begins, ends = row.blocks.T
     lengths = ends - begins
     sizes = len(lengths), lengths.sum(), (begins - _starts(row)).sum(), lengths.max()

@@ -4,8 +4,8 @@ A patched module keeps its parameters, attributes, hooks and name. Only its `__c
 whose forward precedes transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden states
 and deep copies work as before, with and without PEFT.
 
-Outside the model, patching changes trainers and PEFT until the last `undo()`: see `METHODS` and `CALLBACKS` in
-`trainer_hooks.py`.
+Outside the model, patching changes trainers and PEFT until the last `undo()`: see `METHODS` and `CALLBACKS`
+in `trainer_hooks.py`.
 """
 
 import copy
