@@ -204,10 +204,13 @@ def test_another_tokenizer(packs):
         (lambda packs: (packs / "shard-00001.arrow").unlink(), "shard-00001.arrow: cannot be read"),
         (lambda packs: cut(packs / "packs.json"), "packs.json: not a whole manifest"),
         (lambda packs: (packs / "packs.json").write_text("[]"), "not a whole manifest"),
-        (lambda packs: edit_manifest(packs, format="other"), "'other' of version 1, and this release reads"),
+        (
+            lambda packs: edit_manifest(packs, format="other"),
+            "'other' of format version 1, this release reads",
+        ),
         (
             lambda packs: edit_manifest(packs, version=2),
-            "of version 2, and this release reads .* of version 1",
+            "of format version 2, this release reads .* of version 1",
         ),
         (lambda packs: edit_manifest(packs, more=1), "not a whole manifest"),
         (lambda packs: edit_manifest(packs, ledger={}), "not a whole manifest"),

@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> PackManifest:
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
     raise InputError(
-        f"{path}: {stated[0]!r} of version {stated[1]!r}, and this release reads {_FORMAT!r} of version "
+        f"{path}: {stated[0]!r} of format version {stated[1]!r}, this release reads {_FORMAT!r} of version "
         f"{_VERSION}; pack the data anew, or change the release"
     )
 
