@@ -9,7 +9,6 @@ from tiny import DEVICE, random_documents
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.packed_row import describe
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.deferred_logging import LogLine
@@ -52,8 +51,8 @@ def test_a_row_comes_from_another_process():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_trainer_of_a_run_reads_nothing_back(workers, tmp_path, described, no_chunked_head, monkeypatch):
     """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
-    entered, row_itself = [], describe._check_row
-    monkeypatch.setattr(describe, "_check_row", lambda row, *a: entered.append(row) or row_itself(row, *a))
+    entered, row_itself = [], PackedRow.on
+    monkeypatch.setattr(PackedRow, "on", lambda row, *a: entered.append(row) or row_itself(row, *a))
     runs.run_trainer(tmp_path, True, max_steps=4, eval_strategy="no", dataloader_num_workers=workers).train()
     assert len(entered) == 4
     assert all(isinstance(row, PackedRow) for row in entered)

@@ -21,7 +21,7 @@ from unsloth_pack.patching import deferred_logging, trainer_hooks
 from unsloth_pack.patching.deferred_logging import LogLine
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
-ON_THE_HOST = {"check_labels", "check_head", "count", "pinned", "leave_out"}
+ON_THE_HOST = {"check_labels", "prepare_head_inputs", "count", "pinned", "leave_out"}
 EVERY_LINE = {"logging_steps": 1, "eval_strategy": "no"}
 both_trainers = pytest.mark.parametrize("make", [runs.run_trainer, runs.sft_trainer])
 

@@ -57,7 +57,6 @@ def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monke
     [
         (["--pack-lengths", "64,x"], "give a whole number of at least 1"),
         (["--image_sizes", "64"], "such as 1024x768"),
-        (["--vision_patch", "8"], "vision_patch is 8 without images; give --image_sizes too"),
     ],
 )
 def test_bad_input(flags, message, model, data, capsys):
