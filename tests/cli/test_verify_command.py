@@ -64,7 +64,7 @@ def test_bad_input(model, tmp_path, capsys):
     for flags, message in [
         (
             ["--model_name", str(tmp_path / "gpt2")],
-            "model type 'gpt2' has no patch; add it to unsloth_pack/models",
+            "model type 'gpt2' has no patch; add it to",
         ),
         (["--model_name", model, "--max_seq_length", "20"], "max_seq_length is 20; give 120 or more"),
         (["--model_name", model, "--dataset", str(one)], "give two or more"),
