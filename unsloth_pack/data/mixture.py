@@ -64,12 +64,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that takes part in a mixture, and the option that names it."""
+    """A data set that takes part in a mixture."""
 
     name: str
     weight: float
     documents: Documents
-    option: str = ""
 
 
 def mix(
@@ -327,8 +326,6 @@ class MixedRows:
         how: one of `MIXTURES`.
         seed: of the draws.
     """
-
-    option = ""
 
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], how: str, seed: int):
         self.parts = tuple(sources)

@@ -302,12 +302,10 @@ class ChosenRows:
     Args:
         columns: what their columns are called here, see `renamed`.
         limit: how many are read in a pass; None for all.
-        option: that names them; empty where the other source knows.
     """
 
-    def __init__(self, source: RowSource, columns: ColumnMapping, limit: int | None, option: str = ""):
+    def __init__(self, source: RowSource, columns: ColumnMapping, limit: int | None):
         self.name, self._source, self._columns, self._limit = source.name, source, columns, limit
-        self.option = option or source.option
         self.parts: tuple[RowSource, ...] = (self,)
         if len(source.parts) > 1:
             self.parts = tuple(ChosenRows(part, columns, limit) for part in source.parts)
@@ -319,7 +317,6 @@ class ChosenRows:
 
     def _blocks(self, place: Place) -> Iterator[RawBlock]:
         for block in self._source.one_pass(place):
-            block = replace(block, option=block.option or self.option)
             if self._columns:
                 block = replace(block, read=partial(self._renamed, block), columns=self._columns)
             if self._limit is not None and block.end.seen >= self._limit:
@@ -345,7 +342,6 @@ class DataSet:
     limit: int | None = None  # its first rows alone; None for all
     columns: ColumnMapping = field(default_factory=dict)  # what its columns are called here, see `renamed`
     shares_columns: bool = False  # whether other data sets have the same `columns`, and use what fits them
-    option: str = ""  # that names it, for errors: `eval_dataset`, or `dataset.1` for the second of a list
 
     @property
     def name(self) -> str:
@@ -395,7 +391,7 @@ class DataSet:
 
     def chosen_of(self, source: RowSource) -> RowSource:
         """Of a source that was opened the rows that are taken, under the column names that it gives them."""
-        return ChosenRows(source, self.columns, self.limit, self.option)
+        return ChosenRows(source, self.columns, self.limit)
 
     @property
     def has_splits(self) -> bool:

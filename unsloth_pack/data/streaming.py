@@ -75,14 +75,12 @@ class RawBlock:
     ends_pass: bool = False  # whether the pass over the data is complete; then the block has no rows
     part: int = 0  # the number of the source that it comes from, where several are mixed
     columns: ColumnMapping = field(default_factory=dict)  # by which the columns of the rows are renamed
-    option: str = ""  # that names the data set, for errors
 
 
 class RowSource(Protocol):
     """Where a stream's rows come from."""
 
     name: str  # for errors
-    option: str  # that names it, for errors; empty where none does
     parts: tuple[RowSource, ...]  # the sources that are mixed in it; itself, where none are
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
@@ -120,8 +118,6 @@ def first_columns(source: RowSource) -> list[str]:
 class FileRows:
     """The rows of files, one after another; the names of files are relative to `root`."""
 
-    option = ""
-
     def __init__(self, name: str, files: Sequence[Path], root: Path):
         self.name = name
         self.parts: tuple[RowSource, ...] = (self,)
@@ -157,8 +153,6 @@ class FileRows:
 
 class IterableRows:
     """The rows of a `datasets.IterableDataset`, such as a hub data set that is read as it comes."""
-
-    option = ""
 
     def __init__(self, name: str, rows: datasets.IterableDataset):
         self.name, self._rows = name, rows

@@ -96,12 +96,11 @@ def check_token_loss(
     max_length: int,
     n_positions: int,
     are_packed: bool = False,
-    option: str = "dataset",
 ) -> None:
     """Refuse to train if truncation and dropping discard too many tokens.
 
     Args:
-        name, option: of the data, for the message.
+        name: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
         max_length: tokens at which rows were cut.
         n_positions: of the model; no row may be longer.
