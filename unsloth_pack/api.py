@@ -80,7 +80,7 @@ class FastLanguageModel:
         load_in_fp8: bool = False,
         full_finetuning: bool = False,
         attn_backend: str = "auto",
-        device_map: Any = None,
+        device_map: object = None,
         token: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -304,7 +304,7 @@ def _let_segments_grow() -> None:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def _resolve_device_map(device_map: Any) -> Any:
+def _resolve_device_map(device_map: object) -> Any:
     """Return `device_map` as transformers takes it; a process trains on its one GPU by default."""
     if device_map is None or device_map == "sequential":  # Unsloth's default
         return own_device()

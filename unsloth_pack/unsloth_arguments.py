@@ -117,7 +117,7 @@ def _take_saving_arguments(arguments: dict[str, Any], method: str) -> None:
         raise InputError(f"{method} does not take {', '.join(sorted(arguments))}; leave it out")
 
 
-def take_adapter_arguments(model: PreTrainedModel, targets: Any, arguments: dict[str, Any]) -> Any:
+def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: dict[str, Any]) -> Any:
     """Take Unsloth's own arguments out of those of `get_peft_model`; return what to adapt.
 
     `finetune_attention_modules` and `finetune_mlp_modules` choose among the default targets.
@@ -146,7 +146,7 @@ def take_adapter_arguments(model: PreTrainedModel, targets: Any, arguments: dict
     return [name for name in list_default_names(model) if (name in _MLP) is mlp]
 
 
-def take_trained_ends(model: PreTrainedModel, targets: Any, modules_to_save: Any) -> tuple[Any, Any]:
+def take_trained_ends(model: PreTrainedModel, targets: object, modules_to_save: object) -> tuple[Any, Any]:
     """Move the head, and embeddings named beside it, from targets to `modules_to_save`.
 
     Unsloth means this by such targets, for continued pretraining, and TRL's trainers refuse an adapter on the

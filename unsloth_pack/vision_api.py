@@ -227,7 +227,7 @@ class VisionDataCollator:
         """Return what became of the rows; in a loader each worker has its own."""
         return self._encode.counts
 
-    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[object]) -> dict[str, Any]:
         """Pack some examples into one row.
 
         Raises:

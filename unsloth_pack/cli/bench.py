@@ -142,7 +142,7 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
 
 
-def _documents(flags: Mapping[str, Any], base: str, length: int, vocab_size: int) -> "Dataset":
+def _documents(flags: Mapping[str, object], base: str, length: int, vocab_size: int) -> "Dataset":
     from unsloth_pack.data import check_token_ids
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.run.images import refuse_images

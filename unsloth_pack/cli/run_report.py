@@ -208,7 +208,7 @@ class RunReport:
         self._metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
         print_summary(self._console, summary, ledger)
 
-    def write_page(self, figures: Mapping[str, Any]) -> None:
+    def write_page(self, figures: Mapping[str, object]) -> None:
         """Write `report.html`. Whatever goes wrong is told in a line, and the run ends well.
 
         Args:

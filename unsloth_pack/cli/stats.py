@@ -81,7 +81,7 @@ def _parser() -> Parser:
     parser.add_option("num_proc", "processes that read and tokenise the data (default: one for each core)")
     parser.add_option("max_seq_length", "a row length to forecast, as for training (default: none)")
 
-    def add(name: str, kind: Any, unit: str, help: str) -> None:
+    def add(name: str, kind: object, unit: str, help: str) -> None:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, type=kind, metavar=unit, help=help)
 

@@ -53,7 +53,7 @@ def load(
     return options
 
 
-def read_record(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def read_record(values: Mapping[str, object], source: str) -> dict[str, Any]:
     """Read the options in the record of an earlier run, by name, without those that are None.
 
     Args:
@@ -167,7 +167,7 @@ def _place_in(text: str, options: TrainOptions) -> Place | None:
     return None
 
 
-def _place_of_part(at: str, value: Any, text: str, options: TrainOptions) -> Place | None:
+def _place_of_part(at: str, value: object, text: str, options: TrainOptions) -> Place | None:
     if isinstance(value, dict):
         words = {f"{at}.{name}": [name] for name in value}
     else:  # of equal paths, the one with the most words in the text
@@ -180,7 +180,7 @@ def _place_of_part(at: str, value: Any, text: str, options: TrainOptions) -> Pla
     return options.place_of(best) if held.get(best) else None
 
 
-def _paths(value: Any) -> list[str]:
+def _paths(value: object) -> list[str]:
     """The paths in the value of an option."""
     if isinstance(value, list):
         return [path for each in value for path in _paths(each)]

@@ -374,7 +374,7 @@ class Option(NamedTuple):
         return bool({list, dict} & {*self.types})
 
 
-def _types(annotation: Any) -> list[Any]:
+def _types(annotation: object) -> list[Any]:
     """The plain types and the words of an annotation."""
     if get_origin(annotation) is Annotated:
         return _types(get_args(annotation)[0])
@@ -413,18 +413,18 @@ def flat(options: Section) -> dict[str, Any]:
     return values
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def nested(values: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """Sort values by name into sections."""
     return {s: {n: v for n, v in values.items() if OPTIONS[n].section == s} for s in SECTIONS}
 
 
-def changed(options: TrainOptions, values: Mapping[str, Any]) -> TrainOptions:
+def changed(options: TrainOptions, values: Mapping[str, object]) -> TrainOptions:
     """Copy the options with other values, by name, which are not checked."""
     update = {s: getattr(options, s).model_copy(update=new) for s, new in nested(values).items() if new}
     return options.model_copy(update=update)
 
 
-def validated(values: Mapping[str, Any]) -> tuple[TrainOptions, list[tuple[str, str]]]:
+def validated(values: Mapping[str, object]) -> tuple[TrainOptions, list[tuple[str, str]]]:
     """Make options of those values that are right; returns the place and the text of each mistake too."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():

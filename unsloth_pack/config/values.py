@@ -258,7 +258,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def read_as(kind: Any, value: object, name: str) -> Any:
+def read_as(kind: object, value: object, name: str) -> Any:
     """Read a value as a type.
 
     Raises:

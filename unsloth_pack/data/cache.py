@@ -265,6 +265,6 @@ def _begin(work: Callable[[Any], Any]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _run(task: Any) -> Any:
+def _run(task: object) -> Any:
     assert _work is not None
     return _work(task)

@@ -366,7 +366,7 @@ def _with_arguments(conversation: Conversation, change: Callable[[Any], Any]) ->
     ]
 
 
-def _convert_arguments(number: int, arguments: Any, to_objects: bool | None) -> Any:
+def _convert_arguments(number: int, arguments: object, to_objects: bool | None) -> Any:
     if isinstance(arguments, dict) and to_objects is False:
         return json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str) or not to_objects:

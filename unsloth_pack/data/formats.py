@@ -382,10 +382,10 @@ def _holds_objects(feature: object) -> bool:
     return isinstance(feature, dict) or (inner is not None and _holds_objects(inner))
 
 
-def _without_absent_keys(index: int, column: str, feature: Any, value: Any) -> Any:
+def _without_absent_keys(index: int, column: str, feature: object, value: object) -> Any:
     """The value of row `index` without keys that are null. A null that might have been meant is refused."""
 
-    def strip(feature: Any, inner: Any, path: tuple[str, ...]) -> Any:
+    def strip(feature: object, inner: object, path: tuple[str, ...]) -> Any:
         if isinstance(feature, dict) and isinstance(inner, dict):
             if chosen := _CHOSEN_KEYS.intersection(path):
                 for key in (key for key, item in inner.items() if item is None):

@@ -103,7 +103,7 @@ def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:
     return exact
 
 
-def _exact(feature: Any) -> Any:
+def _exact(feature: object) -> Any:
     if isinstance(feature, dict):
         return {name: _exact(inner) for name, inner in feature.items()}
     if isinstance(feature, datasets.List | datasets.LargeList):

@@ -167,7 +167,7 @@ def messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) -> 
     return [_message(index, column, number, turn, learned) for number, turn in enumerate(turns)]
 
 
-def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[str, bool]) -> Message:
+def _message(index: int, column: str, number: int, turn: object, learned: Mapping[str, bool]) -> Message:
     if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
         remedy = "write turns as {role, content} or {from, value}"
         fail(index, column, f"turn {number} has no role", turn, remedy)

@@ -44,7 +44,7 @@ class VisionProcessor(ProcessorMixin):
 
     def __init__(
         self,
-        image_processor: Any,
+        image_processor: object,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None,
         config: PretrainedConfig,
@@ -77,7 +77,7 @@ class VisionProcessor(ProcessorMixin):
                 images = [images[0][begin:end] for begin, end in pairwise([0, *ends])]
         return images, text, *others
 
-    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
+    def __call__(self, images: object = None, text: object = None, **kwargs: Any) -> BatchFeature:
         """Return ids of the text with image tokens, and pixels of the images."""
         options = {name: value for name, value in self._family.options.items() if name not in kwargs}
         if images is not None and options:
@@ -184,7 +184,7 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
 
 def build_processor(
     source: str,
-    image_processor: Any,
+    image_processor: object,
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
     **hub: Any,
@@ -202,7 +202,7 @@ def build_processor(
     return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, config, of_videos)
 
 
-def _saved_template(source: str, files: Mapping[str, Any]) -> str | None:
+def _saved_template(source: str, files: Mapping[str, object]) -> str | None:
     try:
         return ProcessorMixin.get_processor_dict(source, **files)[0].get("chat_template")
     except (OSError, ValueError, LookupError) as error:

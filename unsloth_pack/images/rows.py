@@ -119,7 +119,7 @@ def _conversation(index: int, row: Mapping[str, Any]) -> tuple[str, list[Any], l
     fail(index, "messages", "no conversation", sorted(map(str, row)), f"give the columns {known}")
 
 
-def _turns(role: str, content: Any) -> list[Any]:
+def _turns(role: str, content: object) -> list[Any]:
     return content if isinstance(content, list) else [{"role": role, "content": content}]
 
 
@@ -138,7 +138,7 @@ class _RowImages:
         self,
         index: int,
         column: str,
-        row: Mapping[str, Any],
+        row: Mapping[str, object],
         folder: Path | None,
         reserved: Sequence[str],
     ):

@@ -197,7 +197,7 @@ class FastDecoder(nn.Module):
         row: PackedRow,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
     ) -> "PackedOutput":
         """Replay a step or run its layers, again with more recomputation if memory runs out."""
         if (input_ids is None) == (inputs_embeds is None):

@@ -187,7 +187,7 @@ def list_unquantised_modules(config: PretrainedConfig) -> list[str] | None:
 
 
 def check_parts(
-    model: PreTrainedModel, bias: str, modules_to_save: Collection[str] | None, options: Mapping[str, Any]
+    model: PreTrainedModel, bias: str, modules_to_save: Collection[str] | None, options: Mapping[str, object]
 ) -> None:
     """Refuse values of a `LoraConfig` that PEFT ignores silently, or fails on without an explanation."""
     if bias not in ("none", "all", "lora_only"):

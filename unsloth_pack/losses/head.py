@@ -189,7 +189,7 @@ class LossOutput(MoeCausalLMOutputWithPast):
     def logits(self, value: "Tensor | _LazyLogits | None") -> None:
         self.__dict__["logits"] = value
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.logits if key == "logits" else super().__getitem__(key)
 
 
@@ -255,7 +255,7 @@ def has_own_loss(model: nn.Module) -> bool:
     return model.loss_function is not ForCausalLMLoss
 
 
-def _unwrap(head: Any) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
+def _unwrap(head: object) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
     """Return the linear layer inside PEFT's wrapper, and what is added to its outputs or replaces them."""
     if isinstance(head, ModulesToSaveWrapper):
         is_off = head.disable_adapters or not head.active_adapters

@@ -114,7 +114,7 @@ def row_from_call(
     )
 
 
-def _split_axes(position_ids: Any, shape: tuple[int, int]) -> tuple[Any, Tensor | None]:
+def _split_axes(position_ids: object, shape: tuple[int, int]) -> tuple[Any, Tensor | None]:
     """Split position ids into those along the text and those on three axes, `[3, B, T]`.
 
     transformers' models of vision and language pass `[4, B, T]` with both, or `[3, B, T]` with the axes

@@ -218,7 +218,7 @@ class PaddedBatch:
         flat = tokens.flatten(0, 1)
         return (flat if self._is_full else flat.index_select(0, self._places_on_device()))[None]
 
-    def padded(self, output: Any) -> Any:
+    def padded(self, output: object) -> Any:
         """Put the padding back into a decoder's output, as zeros.
 
         Hidden states `[1, N, C]` become `[B, T, C]`, the routers' logits `[N, E]` become `[B * T, E]`.

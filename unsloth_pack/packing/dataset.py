@@ -37,7 +37,7 @@ _SCATTERED_DOCUMENTS = 100  # that are copied before memory is given back: each 
 
 
 def pack_dataset(
-    dataset: Any,
+    dataset: object,
     capacity: int,
     strategy: str = "bfd",
     *,

@@ -216,7 +216,7 @@ def pieces_of(
 
 @_no_garbage_collection()
 def pack_sequences(
-    sequences: Any,
+    sequences: object,
     max_length: int,
     pad_token_id: float,
     *,
@@ -266,9 +266,9 @@ def pack_sequences(
 
 @_no_garbage_collection()
 def concatenate_and_pack(
-    input_ids: Any,
-    labels: Any,
-    attention_masks: Any,
+    input_ids: object,
+    labels: object,
+    attention_masks: object,
     *,
     max_length: int,
     pad_token_id: float,

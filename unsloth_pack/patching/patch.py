@@ -336,7 +336,7 @@ def _swap_inside_layers(
 
 def _swap_decoder(
     patch: Patch,
-    base: Any,
+    base: object,
     decoder: Any,
     parts: DecoderParts,
     spec: ArchSpec,

@@ -133,7 +133,7 @@ def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _document_lengths(collate: Collate, row: Mapping[str, Any]) -> list[int] | None:
+def _document_lengths(collate: Collate, row: Mapping[str, object]) -> list[int] | None:
     """Return the lengths of the documents that the model sees in this row's batch; None if unknown."""
     try:
         batch = collate([row])

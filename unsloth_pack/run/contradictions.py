@@ -34,7 +34,7 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
         yield from map(InputError, section(values, given))
 
 
-def _is_given(name: str, given: Mapping[str, Any]) -> bool:
+def _is_given(name: str, given: Mapping[str, object]) -> bool:
     return given.get(name, OPTIONS[name].default) != OPTIONS[name].default
 
 

@@ -1,7 +1,6 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import Parser, TrainOptions, changed
@@ -34,7 +33,7 @@ def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
         parser.add_option(name)
 
 
-def data_options(given: Mapping[str, Any]) -> DataOptions:
+def data_options(given: Mapping[str, object]) -> DataOptions:
     """The options of the data among the flags.
 
     Raises:
@@ -43,7 +42,7 @@ def data_options(given: Mapping[str, Any]) -> DataOptions:
     return _options(given, (*_NAMES, "num_proc")).data
 
 
-def image_options(given: Mapping[str, Any]) -> ImageOptions:
+def image_options(given: Mapping[str, object]) -> ImageOptions:
     """The options of images among the flags.
 
     Raises:
@@ -52,13 +51,13 @@ def image_options(given: Mapping[str, Any]) -> ImageOptions:
     return _options(given, _OF_IMAGES).images
 
 
-def _options(given: Mapping[str, Any], names: tuple[str, ...]) -> TrainOptions:
+def _options(given: Mapping[str, object], names: tuple[str, ...]) -> TrainOptions:
     options = changed(TrainOptions(), {name: given[name] for name in names if name in given})
     raise_together(contradictions(options))
     return options
 
 
-def check_sources(given: Mapping[str, Any]) -> None:
+def check_sources(given: Mapping[str, object]) -> None:
     """Refuse a model and data that are not there, before torch is imported, which takes seconds.
 
     Raises:

@@ -19,7 +19,7 @@ LOADED_IN = ("load_in_4bit", "load_in_8bit", "load_in_fp8")
 _MERGE = "give --merge_init_adapter to train a new adapter on top of it"
 
 
-def values_of_adapter(adapter: AdapterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
+def values_of_adapter(adapter: AdapterOptions, given: Mapping[str, object]) -> dict[str, Any]:
     """The options, by name, that a run takes from the adapter that it begins with, if that is there.
 
     Args:

@@ -227,7 +227,7 @@ def packs_in(named: Named) -> Path | None:
     return folder
 
 
-def _refuse_choice_of_rows(data: DataOptions, requested: Mapping[str, Any], folder: Path) -> None:
+def _refuse_choice_of_rows(data: DataOptions, requested: Mapping[str, object], folder: Path) -> None:
     for name in ("mixture", "columns", "split", "sample_limit", "eval_fraction"):
         if name in requested and getattr(data, name) != getattr(DataOptions(), name):
             is_held_out = name == "eval_fraction"
@@ -238,7 +238,7 @@ def _refuse_choice_of_rows(data: DataOptions, requested: Mapping[str, Any], fold
             )
 
 
-def _refuse_otherwise(requested: Mapping[str, Any], fixed: Mapping[str, Any], folder: Path) -> None:
+def _refuse_otherwise(requested: Mapping[str, object], fixed: Mapping[str, object], folder: Path) -> None:
     for name, value in fixed.items():
         if requested.get(name, value) != value:
             raise InputError(

@@ -207,7 +207,7 @@ class EarlyStopping(EarlyStoppingCallback):
         self.early_stopping_patience_counter = _evaluations_without_a_better(vars(state))[0]
 
 
-def has_stopped_early(state: Mapping[str, Any]) -> bool:
+def has_stopped_early(state: Mapping[str, object]) -> bool:
     """True if early stopping ended the run at the checkpoint with this state of the trainer."""
     count, patience = _evaluations_without_a_better(state)
     return 0 < patience <= count

@@ -142,7 +142,7 @@ UnslothTrainer = SFTTrainer
 UnslothTrainingArguments = SFTConfig
 
 
-def _configuration(args: TrainingArguments | None, more: Mapping[str, Any]) -> trl.SFTConfig:
+def _configuration(args: TrainingArguments | None, more: Mapping[str, object]) -> trl.SFTConfig:
     """Copy `args` as a configuration, with `more` of the arguments of the trainer."""
     if args is None:
         config: trl.SFTConfig = SFTConfig(output_dir="trainer_output")

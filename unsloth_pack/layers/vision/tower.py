@@ -120,7 +120,7 @@ class CapturedTower(nn.Module):
             return run(patches)
         return self.tower_graphs.output(self, run, replace(patches, asked=options))
 
-    def _apply(self, fn: Any, *args: object, **kwargs: object) -> Any:
+    def _apply(self, fn: object, *args: object, **kwargs: object) -> Any:
         """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
         if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT builds new modules of this class
@@ -332,7 +332,7 @@ class FastVariableSizeTower(CapturedTower):
     transformer: nn.Module
 
     @no_compile
-    def forward(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: object) -> Any:
+    def forward(self, pixel_values: Tensor, image_sizes: object = None, **kwargs: object) -> Any:
         """Return the features of all patches, `[1, P, C]`.
 
         Args:
@@ -355,7 +355,7 @@ class FastVariableSizeTower(CapturedTower):
             hidden_1PC, attention_mask=None, position_embeddings=angles, tower_rows=row, **kwargs
         )
 
-    def _cut_patches(self, pixel_values: Tensor, image_sizes: Any) -> Patches:
+    def _cut_patches(self, pixel_values: Tensor, image_sizes: object) -> Patches:
         """Cut images into patches: features `[P, C]` and places `[P, 2]`."""
         side, shape = self.patch_size, tuple(pixel_values.shape[-2:])
         sizes = [shape] * len(pixel_values) if image_sizes is None else image_sizes

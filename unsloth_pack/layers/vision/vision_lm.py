@@ -84,7 +84,7 @@ def _refuse_other_number(pixels: Tensor, what: str, name: str, number: int) -> N
         raise InputError(f"{problem}; give those of the same images")
 
 
-def _read_whole_numbers(name: str, value: Any, columns: tuple[int, ...]) -> list[Any]:
+def _read_whole_numbers(name: str, value: object, columns: tuple[int, ...]) -> list[Any]:
     """List `[images, *columns]` whole numbers, at least 1, or counts `[documents]`, at least 0."""
     array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
     is_right = array.ndim == 1 + len(columns) and array.shape[1:] == columns and array.dtype.kind in "iu"
@@ -174,7 +174,7 @@ class FastVisionLM(FastCausalLM):
 
     vision_spec: VisionSpec
 
-    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+    def _takes_images(self, rest: Mapping[str, object]) -> bool:
         names = name_images(rest)
         # Without marks transformers lets tokens of an image attend causally
         is_marked = not (names and self.vision_spec.both_ways) or rest.get(TOKEN_TYPES) is not None
@@ -198,7 +198,7 @@ class FastVisionLM(FastCausalLM):
     def _check_boundaries(self, call: ForwardCall) -> None:
         call.checks += check_boundaries(self.vision_spec, call.inputs, call.rest)
 
-    def _describe(self, call: ForwardCall, images: Images, types: Any) -> PackedRow:
+    def _describe(self, call: ForwardCall, images: Images, types: object) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
@@ -226,7 +226,7 @@ class FastVisionLM(FastCausalLM):
             _refuse_other_axes(row.axes, described.axes)
         return described
 
-    def _find_placeholders(self, ids: Tensor, types: Any) -> np.ndarray:
+    def _find_placeholders(self, ids: Tensor, types: object) -> np.ndarray:
         """Return `[B * T]` bool: tokens that stand for images, where `types` are 1. Waits for the device."""
         is_placeholder = ids == getattr(self.config, self.vision_spec.token)
         if types is None:
