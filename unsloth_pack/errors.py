@@ -49,7 +49,7 @@ class Mistakes(InputError):
         return self._errors
 
 
-def errors_of(check: Callable[..., object], *arguments: Any, **options: Any) -> tuple[InputError, ...]:
+def errors_of(check: Callable[..., object], *arguments: object, **options: object) -> tuple[InputError, ...]:
     """Call a check that raises, and return the mistakes that it reports."""
     try:
         check(*arguments, **options)

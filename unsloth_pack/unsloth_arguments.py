@@ -82,7 +82,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 logger = logging.getLogger("unsloth_pack")
 
 
-def _take(known: Arguments, arguments: dict[str, Any], taker: str) -> None:
+def _take(known: Arguments, arguments: dict[str, object], taker: str) -> None:
     """Remove known arguments; InputError if one asks for something that is not supported."""
     for name in known.keys() & arguments.keys():
         accepted, remedy = known[name]
@@ -91,7 +91,7 @@ def _take(known: Arguments, arguments: dict[str, Any], taker: str) -> None:
             raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
 
 
-def take_loading_arguments(arguments: dict[str, Any]) -> None:
+def take_loading_arguments(arguments: dict[str, object]) -> None:
     """Take Unsloth's own arguments out of those of `from_pretrained`.
 
     Raises:
@@ -100,7 +100,7 @@ def take_loading_arguments(arguments: dict[str, Any]) -> None:
     _take(_LOADING, arguments, "from_pretrained")
 
 
-def take_collator_arguments(arguments: dict[str, Any]) -> None:
+def take_collator_arguments(arguments: dict[str, object]) -> None:
     """Accept Unsloth's own arguments of the vision collator.
 
     Raises:
@@ -111,13 +111,13 @@ def take_collator_arguments(arguments: dict[str, Any]) -> None:
         raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
 
 
-def _take_saving_arguments(arguments: dict[str, Any], method: str) -> None:
+def _take_saving_arguments(arguments: dict[str, object], method: str) -> None:
     _take(_SAVING, arguments, method)
     if arguments:
         raise InputError(f"{method} does not take {', '.join(sorted(arguments))}; leave it out")
 
 
-def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: dict[str, Any]) -> Any:
+def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: dict[str, object]) -> Any:
     """Take Unsloth's own arguments out of those of `get_peft_model`; return what to adapt.
 
     `finetune_attention_modules` and `finetune_mlp_modules` choose among the default targets.
@@ -172,7 +172,7 @@ def save_pretrained_merged(
     tokenizer: PreTrainedTokenizerBase | None = None,
     save_method: SaveMethod = "merged_16bit",
     state_dict: dict[str, Tensor] | None = None,
-    **others: Any,
+    **others: object,
 ) -> None:
     """Save a model for use without this package, or its adapter alone.
 
@@ -198,7 +198,7 @@ def push_to_hub_merged(
     private: bool | None = None,
     commit_message: str = "Upload a model",
     revision: str | None = None,
-    **others: Any,
+    **others: object,
 ) -> str:
     """Merge as `save_pretrained_merged` does, and upload the result to the Hugging Face hub.
 

@@ -348,7 +348,7 @@ standardize_sharegpt = standardize_data_formats
 
 
 def _rename(
-    batch: Mapping[str, list[Any]], numbers: list[int], column: str, roles: Mapping[str, str]
+    batch: Mapping[str, list[object]], numbers: list[int], column: str, roles: Mapping[str, str]
 ) -> dict[str, list[Any]]:
     conversations = []
     for number, turns in zip(numbers, batch[column], strict=True):

@@ -103,7 +103,7 @@ def _base_of(adapter: str) -> str:
         ) from None
 
 
-def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
+def take_file_options(options: dict[str, object]) -> dict[str, Any]:
     """Take out the options that say where files lie: configuration, tokenizer and weights all need them.
 
     Raises:
@@ -116,7 +116,7 @@ def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in _FILE_OPTIONS if name in options}
 
 
-def load_config(source: str, **options: Any) -> PretrainedConfig:
+def load_config(source: str, **options: object) -> PretrainedConfig:
     """The configuration of a model.
 
     Raises:
@@ -125,7 +125,7 @@ def load_config(source: str, **options: Any) -> PretrainedConfig:
     return split_config(source, **options)[0]
 
 
-def split_config(source: str, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:
+def split_config(source: str, **options: object) -> tuple[PretrainedConfig, dict[str, Any]]:
     """As `load_config`, with attributes replaced by options of their names, and the other options."""
     config, others = load_with(AutoConfig, source, return_unused_kwargs=True, **options)
     try:
@@ -171,7 +171,7 @@ def tokenizer_folder(model_name: str) -> str:
     return adapter if adapter and has_own else source
 
 
-def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a hub name.
 
     Raises:

@@ -24,7 +24,7 @@ class Diverged(RunStopped):
 
 
 @contextmanager
-def explained(trainer: "RunTrainer", **options: Any) -> Iterator[None]:
+def explained(trainer: "RunTrainer", **options: object) -> Iterator[None]:
     """Inside this context, an error that ends the training says what is on the disk and how to go on.
 
     Args:

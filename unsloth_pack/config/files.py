@@ -66,7 +66,7 @@ class Source:
         mistakes: the line and the text of each.
     """
 
-    def __init__(self, file: str = "", values: dict[str, Any] | None = None):
+    def __init__(self, file: str = "", values: dict[str, object] | None = None):
         self.file, self.values = file, values or {}
         self.lines: dict[str, int] = {}
         self.mistakes: list[tuple[int, str]] = []

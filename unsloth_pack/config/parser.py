@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return suggest(flag, known, lambda name: f"--{name}") or f"see `{self.prog} --help`"
 
 
-def train_parser(**options: Any) -> Parser:
+def train_parser(**options: object) -> Parser:
     """Make the parser of the flags of all options.
 
     Args:

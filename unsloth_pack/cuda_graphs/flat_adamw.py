@@ -94,7 +94,7 @@ class FlatAdamW(AdamW):
             self._share_state()
         return None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """As AdamW's."""
         super().add_param_group(param_group)
         self._split()
@@ -104,7 +104,7 @@ class FlatAdamW(AdamW):
         saved = super().state_dict()
         return saved | {"state": {key: _with_own_step(state) for key, state in saved["state"].items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """As AdamW's."""
         super().load_state_dict(state_dict)
         self._flatten()

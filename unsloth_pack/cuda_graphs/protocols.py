@@ -1,7 +1,7 @@
 """Say what graphs need of a decoder, such as `layers.decoder.FastDecoder`."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -59,7 +59,7 @@ class CapturableDecoder(Walkable, Protocol):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         only: Collection[int] | None = None,
-        **options: Any,
+        **options: object,
     ) -> DecoderOutput:
         """Run a packed row from `[B, T]` ids or `[B, T, C]` embeddings through all or `only` these layers."""
 

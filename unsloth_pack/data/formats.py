@@ -248,7 +248,7 @@ class Conversion:
                 columns[name] = [json.loads(fields.json_text(index, name, value)) for index, value in values]
             yield columns
 
-    def table(self, batch: Mapping[str, list[Any]]) -> pa.Table:
+    def table(self, batch: Mapping[str, list[object]]) -> pa.Table:
         """A converted batch as Arrow holds it."""
         import pyarrow as pa
 

@@ -33,18 +33,18 @@ class ExactJson(datasets.Json):
         return None if example_data is None else json.loads(example_data)
 
 
-def to_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+def to_dataset(rows: list[dict[str, object]]) -> datasets.Dataset:
     """A dataset of these rows, with the types that hold them exactly; a key that a row lacks is null."""
     return read_exactly(datasets.Dataset(exact_table(rows)))
 
 
-def exact_table(rows: list[dict[str, Any]]) -> pa.Table:
+def exact_table(rows: list[dict[str, object]]) -> pa.Table:
     """The rows as Arrow holds them exactly, see `to_dataset`."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: _exact_array([row.get(name) for row in rows]) for name in names})
 
 
-def _exact_array(values: list[Any]) -> pa.Array:
+def _exact_array(values: list[object]) -> pa.Array:
     try:
         array = pa.array(values)
         if pa.types.is_string(array.type):

@@ -466,7 +466,7 @@ def _some(block: RawBlock, first: int, chosen: range) -> datasets.Dataset:
     return block.read(range(first + chosen.start, first + chosen.stop, chosen.step))
 
 
-def _placed(block: RawBlock, part: int, turn: int, seen: int, stand: dict[str, Any]) -> RawBlock:
+def _placed(block: RawBlock, part: int, turn: int, seen: int, stand: dict[str, object]) -> RawBlock:
     """A block of a part of a mixture, after `seen` rows of the pass; `stand` is how to go on after it."""
     begin = replace(block.begin, turn=turn, seen=seen)
     end = replace(block.end, turn=turn, seen=seen + block.n_rows, state=stand)

@@ -220,7 +220,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> Row:
+def _refuse_repeats(pairs: list[tuple[str, object]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]

@@ -158,7 +158,7 @@ class ImageDocumentMaker(SpanMaker):
         max_length: int,
         folder: Path | None,
         keep_bytes: bool = False,
-        settings: Sequence[Any] | None = None,
+        settings: Sequence[object] | None = None,
         numbers: range | None = None,
     ):
         super().__init__(_without_decoding(dataset), max_length, image_document_schema())

@@ -140,7 +140,7 @@ def load_image_processor(
     config: PretrainedConfig,
     max_pixels: int | None = None,
     min_pixels: int | None = None,
-    **hub: Any,
+    **hub: object,
 ) -> Any:
     """Load a model's image processor, with PIL if torchvision is missing.
 

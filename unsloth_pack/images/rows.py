@@ -206,7 +206,7 @@ class _RowImages:
         remedy = "write parts as {'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}"
         self._fail("a part of a message that is neither text nor an image", part, remedy)
 
-    def _refuse_keys(self, part: dict[str, Any], keys: Sequence[str]) -> None:
+    def _refuse_keys(self, part: dict[str, object], keys: Sequence[str]) -> None:
         if key := next((key for key in keys if not _is_nothing(part.get(key))), None):
             problem = f"a part of type {part['type']!r} with {key!r}, which the model would never see"
             self._fail(problem, part, "write it as a part of its own; max_pixels limits all images")

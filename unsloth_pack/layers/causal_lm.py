@@ -149,7 +149,7 @@ class FastCausalLM(CountedParameters):
         logits_to_keep: int | Tensor = 0,
         packed_seq_lengths: object = None,
         seq_lengths: object = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Compute logits, and the loss where there are labels.
 

@@ -253,7 +253,7 @@ class FastDecoder(nn.Module):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         only: Collection[int] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> "PackedOutput":
         """Run all layers, or only those of these numbers."""
         kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them

@@ -78,7 +78,7 @@ def bare_forward(decoder: CapturableDecoder) -> Iterator[None]:
             attributes[name] = value
 
 
-def packed_forward(decoder: CapturableDecoder, *args: Any, **options: Any) -> DecoderOutput:
+def packed_forward(decoder: CapturableDecoder, *args: object, **options: object) -> DecoderOutput:
     """Bypass transformers' recording of outputs, whose hooks `bare_forward` would lose."""
     return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
 

@@ -103,7 +103,7 @@ class FastLoraLinear(PeftLinear):
     """Replaces the class of a PEFT layer (`is_lora_linear`). PEFT's forward runs unfused calls."""
 
     @no_compile
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
         if args or kwargs or not self.runs_fused(x):
             return super().forward(x, *args, **kwargs)

@@ -143,7 +143,7 @@ class ArchSpec:
         """Return the softcap of the head's logits, or None."""
         return getattr(config, self.logit_softcap) if self.logit_softcap else None
 
-    def tiny_config(self, **overrides: Any) -> PreTrainedConfig:
+    def tiny_config(self, **overrides: object) -> PreTrainedConfig:
         """Build a config of this architecture, small enough for a test to train; `overrides` beat `tiny`."""
         from transformers import AutoConfig
 

@@ -348,7 +348,7 @@ def _plan(
 
 def _fill(
     plan: PackPlan,
-    documents: list[Any],
+    documents: list[object],
     kind: Kind,
     max_length: int,
     pad: float,

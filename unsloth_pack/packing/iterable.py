@@ -99,7 +99,7 @@ class BatchPacker:
         other.seed = None if self.seed is None else self.seed + value
         return other
 
-    def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    def __call__(self, batch: dict[str, list[object]], numbers: list[int]) -> dict[str, list[Any]]:
         """The packed rows of a batch of columns; `numbers` counts the documents that this process reads."""
         first = numbers[0]
         if self._columns and self._columns != set(batch):

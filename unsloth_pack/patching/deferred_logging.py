@@ -54,8 +54,8 @@ def log_save_evaluate(
     trainer: "SFTTrainer",
     loss: Tensor,
     grad_norm: Tensor | float | None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     logging_of(trainer).log_update(trainer, loss, grad_norm, kwargs["learning_rate"], args[-1])
     original(trainer, loss, grad_norm, *args, **kwargs)
@@ -90,7 +90,7 @@ def replaces_loss(trainer: "SFTTrainer") -> bool:
 
 
 def default_loss(
-    trainer: "SFTTrainer", model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
+    trainer: "SFTTrainer", model: nn.Module, inputs: dict[str, object], num_items: Tensor | int | None
 ) -> tuple[Tensor, ModelOutput]:
     """Compute TRL's loss of a micro-batch, over `num_items` labels or its own; return the output too."""
     options = {"use_cache": False, "fused_lm_head": True}

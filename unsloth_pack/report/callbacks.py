@@ -38,7 +38,7 @@ class MetricsCallback(TrainerCallback):
         self.began = time.monotonic()
 
     def on_log(
-        self, args: Args, state: State, control: Control, logs: dict[str, Any] | None = None, **_: object
+        self, args: Args, state: State, control: Control, logs: dict[str, object] | None = None, **_: object
     ) -> None:
         seconds = round(time.monotonic() - self.began, 4)
         memory = {"memory_bytes": peak_memory()[0]}
@@ -71,7 +71,7 @@ class ProgressCallback(TrainerCallback):
         self.progress.start()
 
     def on_log(
-        self, args: Args, state: State, control: Control, logs: dict[str, Any] | None = None, **_: object
+        self, args: Args, state: State, control: Control, logs: dict[str, object] | None = None, **_: object
     ) -> None:
         name = next((name for name in ("eval_loss", "loss") if name in (logs or {})), None)
         if logs is None or name is None:

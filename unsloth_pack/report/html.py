@@ -241,7 +241,7 @@ def _save(draw: Callable[[], Figure], path: Path) -> None:
 # The page
 
 
-def write_page(folder: Path, lines: Sequence[Mapping[str, Any]], seen: RunSeen) -> str | None:
+def write_page(folder: Path, lines: Sequence[Mapping[str, object]], seen: RunSeen) -> str | None:
     """Write the page of a run, whole or not at all, from the lines of its metrics file.
 
     Returns:

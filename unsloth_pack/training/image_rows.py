@@ -84,7 +84,7 @@ class ImageRowCollator:
         }
         return batch | ({BROKEN: n_broken} if n_broken else {})
 
-    def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def on_device(self, batch: dict[str, object]) -> dict[str, Any]:
         """Normalise the `pixel_values` of a batch on their device."""
         pixels = batch.get(PIXELS)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:

@@ -123,7 +123,7 @@ class SFTTrainer(trl.SFTTrainer):
             )
         return rows
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+    def create_optimizer(self, *args: object, **kwargs: object) -> Optimizer:
         """Create TRL's optimizer; embeddings with a learning rate of their own get a group of their own."""
         rate = getattr(self.args, "embedding_learning_rate", None)
         if rate is not None and self.optimizer is None:
@@ -202,7 +202,7 @@ def _without_empty(rows: Dataset, column: str, name: str) -> Dataset:
 
 
 def _begin_once(
-    row: dict[str, Any], make: FormattingFunc | None, columns: tuple[str, ...], token: str
+    row: dict[str, object], make: FormattingFunc | None, columns: tuple[str, ...], token: str
 ) -> dict[str, str]:
     texts = {columns[0]: make(row)} if make else {name: row.get(name) for name in columns}
     return {name: text.removeprefix(token) for name, text in texts.items() if isinstance(text, str)}

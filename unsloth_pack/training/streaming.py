@@ -295,7 +295,7 @@ def _begin_worker(number: int) -> None:
         signal.signal(each, signal.SIG_IGN)
 
 
-def _as_bytes(images: list[list[dict[str, Any]]]) -> np.ndarray:
+def _as_bytes(images: list[list[dict[str, object]]]) -> np.ndarray:
     """Write the images of each document as a stream of Arrow."""
     table = pa.table([pa.array(images, image_field().type)], pa.schema([image_field()]))
     buffer = pa.BufferOutputStream()

@@ -149,7 +149,7 @@ class RunTrainer(SFTTrainer):
         super().create_accelerator_and_postprocess()
         use_fsdp_on_a_cpu(self)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> object:
+    def _prepare_for_training(self, *args: object, **kwargs: object) -> object:
         try:
             prepared = super()._prepare_for_training(*args, **kwargs)
         except ValueError as error:
@@ -234,7 +234,7 @@ class RunTrainer(SFTTrainer):
         self.memory_watch.end()
         return loss
 
-    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
         loss = super().compute_loss(model, *args, **kwargs)
         if self._in_backward is not None and model.training:
             self._in_backward.begin(loss)
@@ -277,7 +277,7 @@ class RunTrainer(SFTTrainer):
         return output
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *_: object, **__: object
+        self, model: nn.Module, inputs: dict[str, object], *_: object, **__: object
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with self._document_losses.noted(model, inputs):
             return super().prediction_step(model, inputs, prediction_loss_only=True)

@@ -83,7 +83,7 @@ class FastAttention(SoftmaxAttention):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         packed_row: PackedRow | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Run the self-attention of one layer.
 

@@ -49,7 +49,7 @@ class FastSharedKVAttention(SoftmaxAttention):
         shared_kv_states: SharedKeysAndValues,
         past_key_values: Cache | None = None,
         packed_row: PackedRow | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Run the self-attention of one layer; arguments and result as those of `FastAttention`.
 

@@ -51,7 +51,7 @@ class FastLatentAttention(SoftmaxAttention):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         packed_row: PackedRow | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Run the self-attention of one layer; arguments and result as those of `FastAttention`.
 
