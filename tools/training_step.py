@@ -9,7 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import ClassVar, cast
 
 from transformers import TrainerCallback
 from transformers.trainer import DEFAULT_CALLBACKS
@@ -24,7 +24,7 @@ TRACED = 3  # updates before it compile, capture and read options
 class Tracer(TrainerCallback):
     """Record the files whose functions are called in one update, in the order of their first call."""
 
-    files: dict[str, None] = {}  # noqa: RUF012  # transformers makes an instance of its own
+    files: ClassVar[dict[str, None]] = {}  # transformers makes the instance
 
     def on_step_begin(self, args, state, control, **kwargs):
         profile = self._record if state.global_step == TRACED else None

@@ -283,14 +283,20 @@ def refusal_of(save):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("base", [*BASES, "4 bits"])
+@pytest.mark.parametrize("base", BASES)
 @each(CASES)
 def test_equal_or_refused(case, base, folders, tmp_path):
+    check_equal_or_refused(case, base, folders, tmp_path)
+
+
+@each([case for case in CASES if "experts" not in case])  # those are in test_merging_parts
+def test_equal_or_refused_in_4_bits(case, folders, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    check_equal_or_refused(case, "4 bits", folders, tmp_path)
+
+
+def check_equal_or_refused(case, base, folders, tmp_path):
     in_4_bits = base == "4 bits"
-    if in_4_bits:
-        pytest.importorskip("bitsandbytes")
-        if "experts" in case:
-            pytest.skip("experts in 4 bits are in test_merging_parts")
     model, tokenizer = loaded(folders(case, "tied" if in_4_bits else base), load_in_4bit=in_4_bits)
     target = tmp_path / "merged"
     if in_4_bits and CASES[case].fails_on_4_bits:

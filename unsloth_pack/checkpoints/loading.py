@@ -389,8 +389,8 @@ def check_loftq(loftq_config: Mapping[str, object]) -> None:
             f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}"
         )
     if not torch.cuda.is_available():
-        given = json.dumps(dict(loftq_config))
-        raise InputError(f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out")
+        shown = json.dumps(dict(loftq_config))
+        raise InputError(f"loftq_config is {shown}, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
 def check_files(folder: str, what: str, use_safetensors: bool) -> None:

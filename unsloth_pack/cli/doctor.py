@@ -142,13 +142,13 @@ def _versions(device_type: str) -> Iterator[Line]:
             continue
         n_private = sum(private.library == name for private in private_names())
         private = f"; {n_private} of its private names are used" if n_private else ""
-        found = f"{installed}, outside the tested range{private}" if installed else "missing"
-        yield Line("versions", name, found, _install(name))
+        state = f"{installed}, outside the tested range{private}" if installed else "missing"
+        yield Line("versions", name, state, _install(name))
     for name, (purpose, for_cuda) in OPTIONAL.items():
         installed = _installed(name)
         is_needed = for_cuda and device_type == "cuda" and not installed
-        found = installed or f"not installed; for {purpose}"
-        yield Line("versions", name, found, f"pip install {name}" if is_needed else "")
+        state = installed or f"not installed; for {purpose}"
+        yield Line("versions", name, state, f"pip install {name}" if is_needed else "")
 
 
 def _private_names(device_type: str) -> Iterator[Line]:
@@ -261,18 +261,18 @@ def _remedy(backend: str, why: str | None) -> str:
 def _images(device_type: str) -> Iterator[Line]:
     """Check that rows with images can be prepared, and that transformers' own processors load."""
     pillow, torchvision = _installed("pillow"), _installed("torchvision")
-    found = "images need Pillow: pip install 'unsloth-pack[vision]'"
-    found = f"Pillow {pillow}: rows with images can be prepared" if pillow else found
-    yield Line("images", "reading", found)
-    found, remedy = f"loads, with torchvision {torchvision}", ""
+    state = "images need Pillow: pip install 'unsloth-pack[vision]'"
+    state = f"Pillow {pillow}: rows with images can be prepared" if pillow else state
+    yield Line("images", "reading", state)
+    state, remedy = f"loads, with torchvision {torchvision}", ""
     try:
         import torchvision as _  # noqa: F401
     except Exception as error:  # one of another torch fails in many ways
-        found = "does not load for Qwen-VL without torchvision; nothing here needs it"
+        state = "does not load for Qwen-VL without torchvision; nothing here needs it"
         if torchvision is not None:
-            found = f"does not load: torchvision {torchvision} fails ({first_line(error)})"
+            state = f"does not load: torchvision {torchvision} fails ({first_line(error)})"
             remedy = "pip uninstall torchvision, or install that of this torch"
-    yield Line("images", "AutoProcessor", found, remedy)
+    yield Line("images", "AutoProcessor", state, remedy)
 
 
 def _breakages(device_type: str) -> Iterator[Line]:
@@ -305,11 +305,11 @@ def _override(value: str, device_type: str) -> tuple[str, str]:
         return value, str(error).partition("; ")[2]
     if not value:
         return "empty, which overrides nothing", ""
-    found = f"{value}: overrides --attn_backend"
+    state = f"{value}: overrides --attn_backend"
     reasons = [backend != "auto" and why_unavailable(backend, need) for need in _needs(device_type)]
     if all(reasons):
-        return f"{found}, and cannot run here: {reasons[0]}", "unset it, or set it to auto"
-    return found, ""
+        return f"{state}, and cannot run here: {reasons[0]}", "unset it, or set it to auto"
+    return state, ""
 
 
 def _print(console: "Console", lines: Sequence[Line]) -> None:

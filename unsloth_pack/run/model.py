@@ -60,8 +60,8 @@ def _load_merged_base(
     aside = base if goes_on else folder / _ASIDE
     if is_main_process() and not (aside / MODEL_CONFIG).is_file():
         first = str(adapter.init_adapter)
-        held = {**flat(model), **held_by_run(Path(first)), "model_name": first, "max_seq_length": 1}
-        merged, tokenizer = FastLanguageModel.from_pretrained(**held)
+        arguments = {**flat(model), **held_by_run(Path(first)), "model_name": first, "max_seq_length": 1}
+        merged, tokenizer = FastLanguageModel.from_pretrained(**arguments)
         dtype = weight_dtype(model.dtype, adapter.tuning == "full")
         save_in_own_dtype(merged, aside, pick_processor(merged, first, tokenizer), dtype)
         del merged

@@ -28,7 +28,9 @@ _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
 _NOT_ON_EXPERTS = ("lora_dropout", "use_dora", "loftq_config")
 
 
-def check_names_of_modules(adapter: AdapterOptions, held: ModelOptions, source: str) -> Iterator[InputError]:
+def check_names_of_modules(
+    adapter: AdapterOptions, options: ModelOptions, source: str
+) -> Iterator[InputError]:
     """Refuse names and patterns that the model does not have, before its weights are loaded.
 
     Args:
@@ -58,7 +60,7 @@ def check_names_of_modules(adapter: AdapterOptions, held: ModelOptions, source: 
     yield from errors_of(_check_targets, model, adapter, further)
     yield from errors_of(check_parts, model, adapter.bias, saved, further)
     yield from _check_rows_apart(model, adapter)
-    yield from _check_quantised(model, held, arguments["modules_to_save"] or ())
+    yield from _check_quantised(model, options, arguments["modules_to_save"] or ())
 
 
 def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[str, Any]:
@@ -130,10 +132,10 @@ def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterat
 
 
 def _check_quantised(
-    model: PreTrainedModel, held: ModelOptions, modules: Sequence[str]
+    model: PreTrainedModel, options: ModelOptions, modules: Sequence[str]
 ) -> Iterator[InputError]:
     """Refuse to train layers as a whole that will be quantised."""
-    loaded = next((name for name in LOADED_IN if getattr(held, name)), None)
+    loaded = next((name for name in LOADED_IN if getattr(options, name)), None)
     for path, module in model.get_decoder().named_modules() if loaded else ():
         is_meant = any(f".{path}".endswith(f".{name}") or name.endswith(f".{path}") for name in modules)
         if isinstance(module, nn.Linear) and is_meant:
