@@ -105,7 +105,7 @@ def prepared(args: argparse.Namespace, most_rows: int) -> tuple[str, Path]:
 
 
 def build_all(shape: str, dataset: str, work: str, most_rows: str) -> tuple[str, Path]:
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.data import load_rows
 
     quieten(show_bars=False)

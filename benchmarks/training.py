@@ -154,7 +154,7 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     import torch
 
     from unsloth_pack import FastLanguageModel
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.documents import prepare_documents

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unsloth_pack.checkpoints.atomic import atomic_dir, remove_folder, write_file
+from unsloth_pack.report.callbacks import MetricsFile
 from unsloth_pack.report.html import plot_lengths, plot_loss
-from unsloth_pack.report.metrics import MetricsFile
 
 
 @pytest.fixture

@@ -353,7 +353,7 @@ def test_sigterm_takes_no_line_away(at, train, monkeypatch, capsys):
 
 
 def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):
-    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.report.callbacks import MetricsFile
 
     write = MetricsFile.write
 

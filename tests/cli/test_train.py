@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
-from unsloth_pack.report.callbacks import MetricsCallback
+from unsloth_pack.report.callbacks import MetricsFile
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.resolve import read_options
 from unsloth_pack.run.validate import validate
@@ -162,7 +162,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     flags = {"max_steps": 6, "lora_dropout": 0.2, "per_device_train_batch_size": 2}
     assert train(**flags, output_dir=tmp_path / "whole") == 0
 
-    log = MetricsCallback.on_log
+    log = MetricsFile.on_log
 
     def log_and_signal(self, args, state, control, **more):
         log(self, args, state, control, **more)
@@ -171,7 +171,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patched:
-        patched.setattr(MetricsCallback, "on_log", log_and_signal)
+        patched.setattr(MetricsFile, "on_log", log_and_signal)
         assert train(**flags) == 128 + number
     assert signal.getsignal(number) is before
     out = tmp_path / "out"
@@ -202,13 +202,13 @@ def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, c
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(train, monkeypatch):
-    log = MetricsCallback.on_log
+    log = MetricsFile.on_log
 
     def hang_up(self, args, state, control, **more):
         log(self, args, state, control, **more)
         signal.raise_signal(signal.SIGHUP)
 
-    monkeypatch.setattr(MetricsCallback, "on_log", hang_up)
+    monkeypatch.setattr(MetricsFile, "on_log", hang_up)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert train() == 0
@@ -222,7 +222,7 @@ def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
         signal.raise_signal(number)
         signal.raise_signal(number)
 
-    monkeypatch.setattr(MetricsCallback, "on_log", interrupt)
+    monkeypatch.setattr(MetricsFile, "on_log", interrupt)
     assert train() == 128 + number
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -314,7 +314,7 @@ def test_no_warning_that_is_untrue(train, caplog):
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite_output_dir"])
 def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_path, monkeypatch, capsys):
-    log, codes = MetricsCallback.on_log, []
+    log, codes = MetricsFile.on_log, []
 
     def log_and_start_another(self, args, state, control, **more):
         log(self, args, state, control, **more)
@@ -323,7 +323,7 @@ def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_p
             given = ["--output_dir", str(tmp_path / "out")]
             codes.append(main([flag, *given]) if flag == "--resume" else train(flag))
 
-    monkeypatch.setattr(MetricsCallback, "on_log", log_and_start_another)
+    monkeypatch.setattr(MetricsFile, "on_log", log_and_start_another)
     assert train(save_steps=1) == 0
     assert codes == [None, 2]
     assert "is in use by another run; wait for its end" in capsys.readouterr().err

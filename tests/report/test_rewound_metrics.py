@@ -2,7 +2,8 @@
 
 import math
 
-from unsloth_pack.report.metrics import MetricsFile, read_lines
+from unsloth_pack.report.callbacks import MetricsFile
+from unsloth_pack.report.metrics import read_lines
 
 
 def test_lines_of_later_updates_go(tmp_path):

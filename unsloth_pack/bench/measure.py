@@ -45,7 +45,7 @@ from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.targets import list_default_names
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.report.metrics import peak_memory
+from unsloth_pack.report.callbacks import peak_memory
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.training.trainer import RunTrainer, make_trainer
 from unsloth_pack.training.trl_setup import sft_config

@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.report.terminal import LastingConsole
 
     quieten(show_bars=False)

@@ -4,26 +4,22 @@ import os
 import pkgutil
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unsloth_pack.config import Parser
-from unsloth_pack.errors import InputError, first_line, printable
+from unsloth_pack.errors import errors_of, printable
 from unsloth_pack.run.machine import device_type
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unsloth_pack.attention.options import AttentionNeed
-
 PRIVATE_NAMES = Path(__file__).with_name("private_names.txt")  # of tools/private_names.py
-_PREFIX = "UNSLOTH_PACK_"
 
 # Package -> the first release that the tests run with, and the first that they do not.
 TESTED = {
@@ -44,35 +40,27 @@ OPTIONAL = {
     "fla-core": ("gated delta nets of hybrid models: whole rows at once", False),
     "causal-conv1d": ("convolutions of hybrid models: whole rows at once", False),
     "mamba-ssm": ("Mamba-2 layers of hybrid models: whole rows at once", False),
+    "pillow": ("rows with images", False),
     "flash-attn-4": ("attention about twice as fast for long documents on Hopper GPUs", False),
 }
 
 
-@dataclass(frozen=True)
-class Breakage:
-    """Something that does not work with certain releases."""
-
-    releases: Mapping[str, str]  # package -> versions, as pip writes them; all must be installed
-    device_type: str | None  # "cuda" or "cpu" if it breaks only there
-    what: str
-    remedy: str
-
-
-BREAKAGES = (
-    Breakage(
+# Releases that break together; the device on which they do, or None for all; what breaks; the remedy
+BREAKAGES: tuple[tuple[dict[str, str], str | None, str, str], ...] = (
+    (
         {"xformers": "<=0.0.35", "torch": ">=2.11"},
         "cuda",
         "the compiled extension of xformers does not load; of its operators only FlashAttention's runs",
         "use --attn_backend flash, or an xformers that was built for this torch",
     ),
-    Breakage({"trl": "<1.16"}, "cpu", "TRL trains on CUDA only", "pip install 'trl>=1.16'"),
-    Breakage(
+    ({"trl": "<1.16"}, "cpu", "TRL trains on CUDA only", "pip install 'trl>=1.16'"),
+    (
         {"peft": "<0.21"},
         None,
         "a saved adapter of experts (qwen3_moe) cannot be loaded again",
         "pip install 'peft>=0.21'",
     ),
-    Breakage(
+    (
         {"transformers": "<5.18"},
         None,
         "transformers' own sdpa attention drops Gemma 2's softcap; models from FastLanguageModel keep it",
@@ -81,17 +69,12 @@ BREAKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class PrivateName:
+class PrivateName(NamedTuple):
     """A name that any release of a library may drop."""
 
     owner: str  # the module or object of the library that has it
     name: str
     files: tuple[str, ...]  # of this package that use it
-
-    @property
-    def library(self) -> str:
-        return self.owner.partition(".")[0]
 
 
 def private_names() -> list[PrivateName]:
@@ -122,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from unsloth_pack.report.terminal import LastingConsole
 
-    looks = (_versions, _private_names, _devices, _attention, _images, _breakages, _variables)
+    looks = (_versions, _private_names, _devices, _attention, _breakages, _variables)
     lines = [line for look in looks for line in look(device_type())]
     is_fine = not any(line.remedy for line in lines)
     console = LastingConsole()
@@ -140,9 +123,7 @@ def _versions(device_type: str) -> Iterator[Line]:
         if installed and _holds(installed, f">={first},<{beyond}"):
             yield Line("versions", name, f"{installed}, tested")
             continue
-        n_private = sum(private.library == name for private in private_names())
-        private = f"; {n_private} of its private names are used" if n_private else ""
-        state = f"{installed}, outside the tested range{private}" if installed else "missing"
+        state = f"{installed}, outside the tested range" if installed else "missing"
         yield Line("versions", name, state, _install(name))
     for name, (purpose, for_cuda) in OPTIONAL.items():
         installed = _installed(name)
@@ -153,8 +134,8 @@ def _versions(device_type: str) -> Iterator[Line]:
 
 def _private_names(device_type: str) -> Iterator[Line]:
     """Check that the libraries still have the private names that are used."""
-    by_library = groupby(sorted(private_names(), key=attrgetter("library")), key=attrgetter("library"))
-    for library, names in ((library, list(names)) for library, names in by_library if _installed(library)):
+    for library in filter(_installed, TESTED):
+        names = [each for each in private_names() if each.owner.partition(".")[0] == library]
         gone = [f"{each.owner}.{each.name} (in {', '.join(each.files)})" for each in missing_names(names)]
         state = f"gone: {', '.join(gone)}" if gone else "all there"
         remedy = _install(library) if gone else ""
@@ -224,29 +205,22 @@ def _devices(device_type: str) -> Iterator[Line]:
 
 def _attention(device_type: str) -> Iterator[Line]:
     """Run one tiny forward and backward with every backend that `auto` may take, by kind of layer."""
-    from unsloth_pack.attention import BACKENDS, choose_backend, why_passed_over
+    import torch
 
-    for need in _needs(device_type):
-        softcap = "" if need.options.softcap is None else ", softcap"
-        title = f"{str(need.dtype).removeprefix('torch.')}, {need.head_dim}{softcap}"
+    from unsloth_pack.attention import BACKENDS, AttentionOptions, choose_backend, why_passed_over
+    from unsloth_pack.attention.options import AttentionNeed
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    kinds = [(dtype, head_dim, None) for dtype in dtypes for head_dim in (64, 128)]
+    for dtype, head_dim, softcap in (*kinds, (torch.bfloat16, 256, 50.0)):  # Gemma 2's
+        options = AttentionOptions(scale=head_dim**-0.5, softcap=softcap)
+        need = AttentionNeed(device_type, dtype, head_dim, options)
+        title = f"{str(dtype).removeprefix('torch.')}, {head_dim}{', softcap' if softcap else ''}"
         for name in BACKENDS:
             why = why_passed_over(name, need)
             yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
         backend, why = choose_backend("auto", need)
         yield Line("attention", f"{title}: auto", f"{backend}: {why}")
-
-
-def _needs(device_type: str) -> Iterator["AttentionNeed"]:
-    import torch
-
-    from unsloth_pack.attention import AttentionOptions
-    from unsloth_pack.attention.options import AttentionNeed
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_dim in (64, 128):
-            yield AttentionNeed(device_type, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
-    of_gemma2 = AttentionOptions(scale=1 / 16, softcap=50.0)
-    yield AttentionNeed(device_type, torch.bfloat16, 256, of_gemma2)
 
 
 def _remedy(backend: str, why: str | None) -> str:
@@ -258,58 +232,26 @@ def _remedy(backend: str, why: str | None) -> str:
     return f"reinstall {package} for torch {_installed('torch')}, or keep to another --attn_backend"
 
 
-def _images(device_type: str) -> Iterator[Line]:
-    """Check that rows with images can be prepared, and that transformers' own processors load."""
-    pillow, torchvision = _installed("pillow"), _installed("torchvision")
-    state = "images need Pillow: pip install 'unsloth-pack[vision]'"
-    state = f"Pillow {pillow}: rows with images can be prepared" if pillow else state
-    yield Line("images", "reading", state)
-    state, remedy = f"loads, with torchvision {torchvision}", ""
-    try:
-        import torchvision as _  # noqa: F401
-    except Exception as error:  # one of another torch fails in many ways
-        state = "does not load for Qwen-VL without torchvision; nothing here needs it"
-        if torchvision is not None:
-            state = f"does not load: torchvision {torchvision} fails ({first_line(error)})"
-            remedy = "pip uninstall torchvision, or install that of this torch"
-    yield Line("images", "AutoProcessor", state, remedy)
-
-
 def _breakages(device_type: str) -> Iterator[Line]:
-    for known in BREAKAGES:
-        installed = {name: _installed(name) for name in known.releases}
-        is_here = known.device_type in (None, device_type)
-        if is_here and all(has and _holds(has, known.releases[name]) for name, has in installed.items()):
+    for releases, where, what, remedy in BREAKAGES:
+        installed = {name: _installed(name) for name in releases}
+        if where in (None, device_type) and all(
+            has and _holds(has, releases[name]) for name, has in installed.items()
+        ):
             title = ", ".join(f"{name} {has}" for name, has in installed.items())
-            yield Line("known to break", title, known.what, known.remedy)
+            yield Line("known to break", title, what, remedy)
 
 
 def _variables(device_type: str) -> Iterator[Line]:
-    from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE
+    from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE, requested_backend
 
     for name, value in sorted(os.environ.items()):
         if name == ENVIRONMENT_VARIABLE:
-            yield Line("environment", name, *_override(value, device_type))
-        elif name.startswith(_PREFIX):
+            state = f"{value or 'empty'}: overrides --attn_backend"
+            unknown = errors_of(requested_backend, "auto")
+            yield Line("environment", name, state, *(str(error).partition("; ")[2] for error in unknown))
+        elif name.startswith("UNSLOTH_PACK_"):
             yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
-
-
-def _override(value: str, device_type: str) -> tuple[str, str]:
-    """Say what the variable that overrides --attn_backend does here, and the remedy, if any."""
-    from unsloth_pack.attention import why_unavailable
-    from unsloth_pack.attention.backends import requested_backend
-
-    try:
-        backend, _ = requested_backend("auto")
-    except InputError as error:
-        return value, str(error).partition("; ")[2]
-    if not value:
-        return "empty, which overrides nothing", ""
-    state = f"{value}: overrides --attn_backend"
-    reasons = [backend != "auto" and why_unavailable(backend, need) for need in _needs(device_type)]
-    if all(reasons):
-        return f"{state}, and cannot run here: {reasons[0]}", "unset it, or set it to auto"
-    return state, ""
 
 
 def _print(console: "Console", lines: Sequence[Line]) -> None:

@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     prompts = [flags["prompt"]] if "prompt" in flags else (line.rstrip("\n") for line in sys.stdin)
     check_sources(flags)
 
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
 
     quieten()
     from unsloth_pack.api import FastLanguageModel

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError(f"model_name {str(source)!r} holds no {ADAPTER_CONFIG}; {remedy}")
     check_new_folder("save_path", target)
 
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
 
     quieten()
     from unsloth_pack.api import FastLanguageModel

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     check_sources(flags)
 
     from unsloth_pack.checkpoints.loading import check_positions, find_model, load_config
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.terminal import LastingConsole, print_packs

@@ -14,8 +14,7 @@ from unsloth_pack.run.machine import count_processes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unsloth_pack.report.callbacks import StopOnSignal
-    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.report.callbacks import MetricsFile, StopOnSignal
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -24,53 +23,39 @@ class Diverged(RunStopped):
 
 
 @contextmanager
-def explained(trainer: "RunTrainer", **options: object) -> Iterator[None]:
-    """Inside this context, an error that ends the training says what is on the disk and how to go on.
+def explained(folder: Path, trainer: "RunTrainer | None" = None, **options: object) -> Iterator[None]:
+    """Inside this context, an error that ends the run says what is on the disk and how to go on.
 
     Args:
+        trainer: while it trains. Bad input is then an error of its own, and its memory is looked at.
         options: of `MemoryAdvice`.
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
-        KeyboardInterrupt: a second Ctrl-C, SIGTERM or SIGHUP; with a message.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP, while training the second one; with a message.
     """
     import torch
 
     from unsloth_pack.training.checkpoints import lost_a_process
 
-    folder = Path(str(trainer.args.output_dir))
+    known = (RunStopped, OSError) if trainer is not None else (RunStopped, OSError, InputError)
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        advice = _advice(trainer, error, options)
-        said = f"out of memory in update {trainer.state.global_step + 1}: {advice}"
-        raise RunStopped(f"{said}; {resume_hint(folder)}") from error
     except Diverged:
         raise
-    except (RunStopped, OSError) as error:
-        raise RunStopped(f"{error}; {resume_hint(folder)}") from error
-    except RuntimeError as error:
-        if not lost_a_process(error):
+    except KeyboardInterrupt as error:
+        raise type(error)(f"interrupted; {resume_hint(folder)}") from None
+    except Exception as error:
+        if trainer is not None and isinstance(error, torch.OutOfMemoryError):
+            advice = _advice(trainer, error, options)
+            why = f"out of memory in update {trainer.state.global_step + 1}: {advice}"
+        elif isinstance(error, known):
+            why = str(error)
+        elif isinstance(error, RuntimeError) and lost_a_process(error):
+            why = "another process of this run has ended"
+        else:
             raise
-        raise RunStopped(f"another process of this run has ended; {resume_hint(folder)}") from error
-    except KeyboardInterrupt as error:
-        raise type(error)(f"interrupted; {resume_hint(folder)}") from None
-
-
-@contextmanager
-def resume_hint_on_error(folder: Path) -> Iterator[None]:
-    """Inside this context, an error of input, of the disk, or of the user says how to go on.
-
-    Raises:
-        RunStopped: the disk is full, or what was trained cannot be saved.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; with a message.
-    """
-    try:
-        yield
-    except (InputError, OSError) as error:
-        raise RunStopped(f"{error}; {resume_hint(folder)}") from error
-    except KeyboardInterrupt as error:
-        raise type(error)(f"interrupted; {resume_hint(folder)}") from None
+        raise RunStopped(f"{why}; {resume_hint(folder)}") from error
 
 
 def _advice(trainer: "RunTrainer", error: BaseException, options: dict[str, Any]) -> str:
@@ -95,15 +80,6 @@ def check_finite(trainer: "RunTrainer") -> None:
     raise RunStopped(
         f"{update}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
     )
-
-
-def check_learned(trainer: "RunTrainer") -> None:
-    """Raise InputError for a run that learned from no token, since every image was broken."""
-    if trainer.image_rows is not None and trainer.image_rows.skip_broken and not trainer.trained.counted:
-        raise InputError(
-            "no token was counted in the loss, since every document had an image that could not be used; "
-            "replace the images, or leave out --skip_broken_images to see the first"
-        )
 
 
 def check_stream(trainer: "RunTrainer", stop: "StopOnSignal") -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.config.options import DataOptions, ModelOptions, TrainingOptions
 from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
@@ -21,20 +22,25 @@ from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import why_not_flat
-from unsloth_pack.report.callbacks import ProgressCallback
-from unsloth_pack.report.html import plot_lengths
-from unsloth_pack.report.metrics import MetricsFile, peak_memory
+from unsloth_pack.report.callbacks import MetricsFile, ProgressCallback, line_of, peak_memory
+from unsloth_pack.report.html import ImageSeen, PackedRowSeen, page_of, placed, plot_lengths
+from unsloth_pack.report.metrics import read_lines
 from unsloth_pack.report.terminal import (
+    Line,
     RowFill,
     RowsOfStream,
-    RunFacts,
     RunSummary,
     document_lengths,
+    fill_line,
     fill_of_joined,
     fill_of_packed,
     fill_of_padded,
-    print_banner,
+    ledger_line,
+    ledger_lines,
+    lines_of_parts,
+    loss_line,
     print_generations,
+    print_lines,
     print_summary,
 )
 from unsloth_pack.run.data import PreparedRows, TrainingData
@@ -44,7 +50,6 @@ from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 from unsloth_pack.training.trainer import RunTrainer
 
 if TYPE_CHECKING:
-    from unsloth_pack.report.html import ImageSeen, PackedRowSeen
     from unsloth_pack.training.nonfinite import NonFinite
 
 _EXAMPLES = 3  # generations shown side by side
@@ -115,8 +120,10 @@ class RunReport:
     ):
         self._console, self._metrics, self._trainer, self._data = console, metrics, trainer, data
         self._model, self._options, self._training, self._dtype = model, options, training, dtype
-        packs = data.train.packs
+        packs, rows = data.train.packs, data.train.rows
         self._capacity = packs.capacity if packs else model.max_seq_length
+        self._stream = rows if isinstance(rows, RowStream) else None
+        self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
         trainer.nonfinite_updates.report = self._report_nonfinite
         trainer.add_callback(ProgressCallback(console, self._print_banner))
@@ -142,46 +149,81 @@ class RunReport:
         """Write the data of a new run into the metrics file, and plot the lengths of its documents."""
         if not self._metrics.enabled:
             return
-        fill, sampler, rows = self._fill, self._trainer.packed_sampler, self._data.train.rows
-        more: dict[str, Any] = {"mixture": self._options.mixture} if self._data.train.parts else {}
+        fill, sampler, data = self._fill, self._trainer.packed_sampler, self._data
+        more: dict[str, Any] = {"mixture": self._options.mixture} if data.train.parts else {}
         more |= {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
         more |= {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
-        self._metrics.write("data", use="train", **_described(self._data.train), **more)
-        if self._data.evaluation:
-            self._metrics.write("data", use="eval", **_described(self._data.evaluation))
-        if not isinstance(rows, RowStream):
+        self._metrics.write("data", use="train", **_described(data.train), **more)
+        if data.evaluation:
+            self._metrics.write("data", use="eval", **_described(data.evaluation))
+        if self._lengths is not None:
             path = self._metrics.path.parent / "lengths.png"
-            plot_lengths(document_lengths(rows), self._model.max_seq_length, path)
+            plot_lengths(self._lengths, self._model.max_seq_length, path)
 
     def _print_banner(self, updates: int) -> None:
-        trainer, config, train = self._trainer, self._trainer.args, self._data.train
+        """Print model, patch, data and plan before the first step."""
+        trainer, config, data = self._trainer, self._trainer.args, self._data
         model: Any = trainer.model
-        patch, sampler, evaluation = patch_of(model), trainer.packed_sampler, self._data.evaluation
+        patch, sampler, ledger = patch_of(model), trainer.packed_sampler, data.train.ledger
         assert patch is not None
         if isinstance(model, PeftModel):
             trained, everything = model.get_nb_trainable_parameters()
         else:
             trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
-        rows_per_step = config.per_device_train_batch_size
-        facts = RunFacts(
-            model_name=self._model.model_name,
-            dtype=str(self._dtype).removeprefix("torch."),
-            device=_device_name(config.device, config.world_size),
-            trained_parameters=trained,
-            all_parameters=everything,
-            packs=train.packs,
-            rows_per_step=rows_per_step,
-            rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
-            steps=updates,
-            optimizer=self._describe_optimizer(),
-            output_dir=str(config.output_dir),
-            spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
-            waiting=train.rows.waiting_at_most if isinstance(train.rows, RowStream) else None,
-            mixture=self._options.mixture,
-            parts=train.parts,
-            evaluation=evaluation.ledger if evaluation else None,
-        )
-        print_banner(self._console, facts, patch.report, train.ledger, self._fill)
+        report, dtype = patch.report, str(self._dtype).removeprefix("torch.")
+        shape = f"{report.model_type}, {report.n_layers} layers"
+        device = _device_name(config.device, config.world_size)
+        lines = [
+            ("model", f"{self._model.model_name} ({shape}), {dtype} on {device}"),
+            ("trained", f"{trained:,} of {everything:,} parameters ({trained / everything:.2%})"),
+            ("attention", f"{report.attn_backend}: {report.attn_reason}"),
+            *((f"fused {kind}", what) for kind, what in report.fused.items()),
+            *((f"not fused {kind}", why) for kind, why in report.not_fused.items()),
+            *self._data_lines(),
+        ]
+        if data.evaluation is not None:
+            counts = data.evaluation.ledger
+            held_out = ", held out of the data" if ledger.rows_held_out else ""
+            read = f"{counts.rows_read:,} rows, {counts.tokens_read:,} tokens{held_out}"
+            lines.append(("evaluation", read))
+        lines.append(("plan", f"{updates:,} updates, {self._describe_optimizer()}"))
+        if sampler is not None and config.world_size > 1:
+            lines.append(("ranks", str(sampler.spread())))
+        lines.append(("output", str(config.output_dir)))
+        if ledger.prompts_rerendered:
+            changed = f"{ledger.prompts_rerendered:,} rows change the tokens of their prompt"
+            lines.append(("note", f"{changed}: there the loss starts at the first token that differs"))
+        print_lines(self._console, "unsloth-pack", lines)
+
+    def _data_lines(self) -> list[Line]:
+        """Say what the rows hold, and how many an update has."""
+        config, train, fill = self._trainer.args, self._data.train, self._fill
+        per_step = config.per_device_train_batch_size
+        per_update = per_step * config.gradient_accumulation_steps * config.world_size
+        packing = []
+        if packs := train.packs:
+            rows = f"rows of {packs.capacity:,} by {packs.strategy}, {packs.data_fingerprint[:12]}"
+            packing.append(("packs", f"on disk, {rows}; always trained on as packed"))
+        is_packed = fill is None or fill.documents > fill.rows
+        if is_packed and per_step > 1:
+            packing.append(("micro-batch", f"{per_step} packed rows, flattened into one"))
+        if fill is not None:
+            rows_of_update = min(per_update, fill.rows)  # an epoch ends with a shorter update
+            update = f"{rows_of_update} rows, {rows_of_update * fill.documents_per_row:.1f} documents"
+            update += f" ({min(per_update, fill.documents)} without packing)" if is_packed else ""
+            lines = [*ledger_lines(train.ledger, lines_of_parts(train.parts)), ("rows", fill_line(fill))]
+            return [*lines, *packing, ("update", update)]
+        assert self._stream is not None
+        documents, tokens = self._stream.waiting_at_most
+        return [
+            ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
+            *lines_of_parts(train.parts, self._options.mixture),
+            ("first rows", ledger_line(train.ledger)),
+            ("loss on", f"in the first rows: {loss_line(train.ledger)}"),
+            ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
+            *packing,
+            ("update", f"{per_update} rows"),
+        ]
 
     def _describe_optimizer(self) -> str:
         training, config = self._training, self._trainer.args
@@ -192,14 +234,12 @@ class RunReport:
         said = f"{training.optim}, learning rate {config.learning_rate:g}, {takes}"
         return f"{said}; float32 masters on the host" if training.masters_on_host else said
 
-    def stream_totals(self) -> StreamTotals | None:
-        """The counts of a stream, if the data streams. Every process has to call this."""
-        stream = self._trainer.row_stream
-        return None if stream is None else totals(stream, self._trainer.rows_trained)
-
-    def summarise(self, stream: StreamTotals | None) -> RunSummary:
-        """The figures of the run in all of its processes. Every process has to call this."""
-        return summarise(self._trainer, self._fill, stream, self._data.train.parts)
+    def summarise(self) -> tuple[RunSummary, TokenLedger]:
+        """The figures and the ledger of the run in all of its processes. Every process has to call this."""
+        train, stream = self._data.train, self._trainer.row_stream
+        counts = None if stream is None else totals(stream, self._trainer.rows_trained)
+        summary = summarise(self._trainer, self._fill, counts, train.parts)
+        return summary, counts.ledger if counts else train.ledger
 
     def finish(self, summary: RunSummary, ledger: TokenLedger) -> None:
         """Write the report page and the summary, and print it."""
@@ -216,27 +256,21 @@ class RunReport:
         """
         if not self._metrics.enabled:
             return
+        folder, patch = self._metrics.path.parent, patch_of(cast(PeftModel, self._trainer.model))
+        assert patch is not None
         try:
-            from unsloth_pack.report.html import RunSeen, write_page
-            from unsloth_pack.report.metrics import line_of, read_lines
-
-            model: Any = self._trainer.model
-            folder, patch, rows = self._metrics.path.parent, patch_of(model), self._data.train.rows
-            assert patch is not None
-            lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
             row = self._row_to_draw() if self._options.sample_packing else None
-            seen = RunSeen(patch.report, lengths, row, self._model.max_seq_length)
-            why_not = write_page(folder, [*read_lines(folder), line_of("summary", **figures)], seen)
+            lines = [*read_lines(folder), line_of("summary", **figures)]
+            text = page_of(lines, patch.report, self._lengths, row, self._model.max_seq_length)
+            with write_file(folder / "report.html") as file:
+                file.write(text.encode("utf-8", "replace"))
         except Exception as error:
             why_not = f"{type(error).__name__}: {first_line(error)}"
-        if why_not is not None:
             self._console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
 
-    def _row_to_draw(self) -> "PackedRowSeen | None":
+    def _row_to_draw(self) -> PackedRowSeen | None:
         """Among the first rows the one with the most documents; None where rows stream."""
-        from unsloth_pack.report.html import PackedRowSeen
-
-        if self._trainer.row_stream is not None:
+        if self._stream is not None:
             return None
         rows: Any = self._trainer.train_dataset
         first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
@@ -254,16 +288,12 @@ def _described(rows: PreparedRows) -> dict[str, Any]:
 
 def _device_name(device: torch.device, count: int) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    if count == 1 and device.type == "cuda" and torch.cuda.device_count() > 1:
-        n_gpus = torch.cuda.device_count()
-        return f"{name}, one of {n_gpus} (torchrun --nproc_per_node {n_gpus} cli.py trains on all)"
     return name if count == 1 else f"{count} x {name}"
 
 
-def _images_to_draw(row: Mapping[str, Any], images: ImagePreparation) -> "list[ImageSeen]":
+def _images_to_draw(row: Mapping[str, Any], images: ImagePreparation) -> list[ImageSeen]:
     from unsloth_pack.images.prepared import source_from_record
     from unsloth_pack.images.reading import UnreadableImage, read_pixels
-    from unsloth_pack.report.html import placed
     from unsloth_pack.training.image_rows import COLUMN
 
     pixels = []

@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         check_picture("png", png)
     check_sources(flags)
 
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.packing import length_report, vision_tokens
     from unsloth_pack.report.terminal import LastingConsole, row_lengths
 

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.checkpoints.atomic import claimed
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
 from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
-from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.cli.quiet import quieten
+from unsloth_pack.cli import SUBCOMMANDS, quieten
 from unsloth_pack.cli.run_errors import (
     check_finite,
-    check_learned,
     check_stream,
     explained,
-    resume_hint_on_error,
     say_how_to_resume,
 )
 from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
@@ -40,7 +37,7 @@ from unsloth_pack.run.validate import check_output, check_sure, validate, valida
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.report.callbacks import MetricsFile
     from unsloth_pack.run.data import TrainingData
     from unsloth_pack.training.trainer import RunTrainer
 
@@ -75,8 +72,7 @@ def _run(o: TrainOptions) -> int:
     """Load, train, save and report; returns the exit code."""
     from unsloth_pack.checkpoints.loading import weight_dtype
     from unsloth_pack.cli.run_report import DemoScores, RunReport
-    from unsloth_pack.report.callbacks import MetricsCallback, StopOnSignal
-    from unsloth_pack.report.terminal import RunConsole
+    from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
@@ -109,30 +105,28 @@ def _run(o: TrainOptions) -> int:
     trainer = build_trainer(
         *(model, tokenizer.tokenizer, config, data, o.training, o.images),
         o.output.save_delay_steps or 0,
-        [MetricsCallback(metrics), stop],
+        [metrics, stop],
     )
     report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype)
     if checkpoint is None:
         report.write_data()
     advice = {"max_seq_length": o.model.max_seq_length, "quantised": o.model.load_in_4bit}
     advice["recomputes_all"] = o.training.use_gradient_checkpointing not in (False, "auto")
-    with stop, explained(trainer, **advice):
+    with stop, explained(folder, trainer, **advice):
         trainer.train_from(checkpoint)
         check_stream(trainer, stop)
         check_finite(trainer)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         _end_together()
         return say_how_to_resume(console, trainer, metrics, stop.received)
-    check_learned(trainer)
-    with resume_hint_on_error(folder):
-        totals = report.stream_totals()
-        summary = report.summarise(totals)
+    with explained(folder):
+        summary, ledger = report.summarise()
         _save(model, trainer, data, o.output, is_full=o.adapter.tuning == "full", dtype=o.model.dtype)
         path = folder / ADAPTER_CONFIG
         if path.is_file() and (note := note_on_vllm(json.loads(path.read_text(encoding="utf-8")))):
             console.print(note, soft_wrap=True, markup=False)
         scores.show(console, metrics)
-        report.finish(summary, totals.ledger if totals else data.train.ledger)
+        report.finish(summary, ledger)
         if o.output.push_to_hub is not None and is_main_process():
             upload(folder, o.output.push_to_hub)
     return 0
@@ -149,7 +143,7 @@ def _check_same_data(
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
     """Open the metrics file. Files of an earlier run are removed, or its lines kept up to the checkpoint."""
     from unsloth_pack.checkpoints.atomic import remove_folder
-    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.report.callbacks import MetricsFile
     from unsloth_pack.run.model import keep_merged_base
     from unsloth_pack.training.checkpoints import ASIDE, step_of
 

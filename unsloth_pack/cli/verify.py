@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     check_sources(flags)
 
     from unsloth_pack.checkpoints.loading import find_model, load_config
-    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.cli import quieten
     from unsloth_pack.report.terminal import LastingConsole
     from unsloth_pack.verification import verify
 

@@ -1,8 +1,14 @@
 """Callbacks of the trainer: the metrics file, the progress on screen, and the signals that stop a run."""
 
+import json
+import math
+import re
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,28 +27,111 @@ from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
+from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.report.metrics import MetricsFile, peak_memory
+from unsloth_pack.report.metrics import FILE_NAME, read_lines
+from unsloth_pack.report.terminal import LastingConsole
 
 _FAILED = 1000  # above the number of any signal
 _LINES = 20  # of progress in a run, where there is no terminal for a bar
 
 
-class MetricsCallback(TrainerCallback):
-    """Writes log lines to the metrics file, with the seconds since training began and the peak of memory."""
+class MetricsFile(TrainerCallback):
+    """Appends to the metrics of a run, log lines by itself; the file is whole after every line, and no link.
 
-    def __init__(self, metrics: MetricsFile):
-        self.metrics = metrics
+    Args:
+        folder: made where it is missing.
+        enabled: False in all but one of the processes that train together.
+    """
+
+    def __init__(self, folder: Path, enabled: bool = True):
+        self.path = folder / FILE_NAME
+        self.enabled = enabled
+        folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
-        self.began = time.monotonic()
+        self._began = time.monotonic()
 
     def on_log(
         self, args: Args, state: State, control: Control, logs: dict[str, object] | None = None, **_: object
     ) -> None:
-        seconds = round(time.monotonic() - self.began, 4)
+        seconds = round(time.monotonic() - self._began, 4)
         memory = {"memory_bytes": peak_memory()[0]}
-        self.metrics.write("log", step=state.global_step, seconds=seconds, **(logs or {}), **memory)
+        self.write("log", step=state.global_step, seconds=seconds, **(logs or {}), **memory)
+
+    def write(self, kind: str, **values: object) -> None:
+        """Append a line."""
+        if not self.enabled:
+            return
+        line = line_of(kind, **values)
+        if self.path.is_file() and not self.path.is_symlink():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_encoded(line))
+        else:  # it appears with its first line, which says how to resume the run
+            self._replace([*(read_lines(self.path.parent) if self.path.exists() else ()), line])
+
+    def rewind(self, step: int) -> None:
+        """Drop what the file holds of later steps, before a run goes on from `step`."""
+        if self.enabled:
+            self._replace(line for line in read_lines(self.path.parent) if _is_of_step(line, step))
+
+    def _replace(self, lines: Iterable[Mapping[str, object]]) -> None:
+        with write_file(self.path) as file:
+            file.writelines(_encoded(line).encode() for line in lines)
+
+
+def line_of(kind: str, **values: object) -> dict[str, Any]:
+    """Make a line of a metrics file. Numbers that are not finite, which JSON lacks, are null."""
+    return {"kind": kind, **_finite(values)}
+
+
+def _is_of_step(line: Mapping[str, Any], step: int) -> bool:
+    return line["kind"] in ("config", "data") or (
+        line["kind"] in ("log", "nonfinite") and line["step"] <= step
+    )
+
+
+def _encoded(line: Mapping[str, object]) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _finite(value: object) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def peak_memory() -> tuple[int, str]:
+    """Return the peak of the GPU's memory in bytes, else of the process, and which it is."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated(), "GPU memory allocated"
+    if sys.platform == "linux":  # getrusage includes what the parent held when it forked
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        if high_water := re.search(r"VmHWM:\s*(\d+) kB", status):
+            return int(high_water[1]) * 1024, "process memory"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory"
+
+
+class RunConsole(LastingConsole):
+    """The console of a run, which goes on if its output ends: the reader of a pipe, or its terminal."""
+
+    def _check_buffer(self) -> None:
+        """Write; rich knows a pipe without a reader, and a terminal that is gone raises another OSError."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, and say so on stderr."""
+        super().on_broken_pipe()
+        with suppress(OSError):  # stderr may be the same pipe
+            print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
 
 
 class ProgressCallback(TrainerCallback):
@@ -112,7 +201,7 @@ class StopOnSignal(TrainerCallback):
         self.failed = False
         self._has_failed = has_failed
         self._handlers: dict[signal.Signals, Any] = {}
-        self._greatest: _Greatest | None = None
+        self._asked: tuple[Any, HostCopy] | None = None  # the greatest number of all processes
 
     def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -137,8 +226,12 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shall_stop = self._read_answer()
-            failed = _FAILED if self._has_failed() else 0
-            self._greatest = _Greatest(int(self.received or failed), args.device)
+            number = self.received or (_FAILED if self._has_failed() else 0)
+            greatest = torch.full((), int(number), device=args.device)
+            work = torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, async_op=True)
+            if greatest.is_cuda:
+                work.wait()  # the stream does, not the host
+            self._asked = work, HostCopy(greatest)
         else:
             self.failed = self._has_failed()
             shall_stop = self.received is not None or self.failed
@@ -150,24 +243,12 @@ class StopOnSignal(TrainerCallback):
 
     def _read_answer(self) -> bool:
         """Return whether any process had a signal, or had failed, when they asked each other last."""
-        number = self._greatest.read() if self._greatest is not None else 0
-        self._greatest = None
+        if self._asked is None:
+            return False
+        work, copy = self._asked
+        work.wait()
+        number, self._asked = int(copy.read()), None
         self.failed = self.failed or number == _FAILED
         if 0 < number < _FAILED:
             self.received = signal.Signals(number)
         return number > 0
-
-
-class _Greatest:
-    """The greatest of one number a process, sent now and read later."""
-
-    def __init__(self, number: int, device: torch.device):
-        greatest = torch.full((), number, device=device)
-        self._work = torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, async_op=True)
-        if greatest.is_cuda:
-            self._work.wait()  # the stream does, not the host
-        self._copy = HostCopy(greatest)
-
-    def read(self) -> int:
-        self._work.wait()
-        return int(self._copy.read())

@@ -9,7 +9,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,14 +18,13 @@ import numpy as np
 
 from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.data.encoding import IGNORE_INDEX
-from unsloth_pack.errors import first_line, printable
+from unsloth_pack.errors import printable
 from unsloth_pack.patching.report import PatchReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAME = "report.html"
 _MOST_IMAGES = 16  # that fit side by side
 _MARGIN = 0.08  # of the place of an image, on each side
 _CURVES = (
@@ -35,8 +33,6 @@ _CURVES = (
     ("tokens_per_second", "tokens a second", 1.0),
     ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
 )
-_MARK = '<meta name="generator" content="unsloth_pack">'
-_HEAD = 1024  # bytes, in which the mark stands
 # The browser asks nobody for anything, whatever stands in the page
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
@@ -72,16 +68,6 @@ class PackedRowSeen:
     is_counted: np.ndarray  # `[tokens]` whether a token's label counts in the loss
     capacity: int  # tokens that the row has room for
     images: Sequence[ImageSeen] = ()  # in the order of their tokens
-
-
-@dataclass(frozen=True)
-class RunSeen:
-    """What the page shows of a run beside its metrics file."""
-
-    patch: PatchReport
-    lengths: np.ndarray | None  # `[documents]` tokens of the training documents; None where the data streams
-    row: PackedRowSeen | None  # None where rows are not packed, or stream
-    max_length: int  # at which documents are cut
 
 
 def row_of_batch(batch: Mapping[str, Any], processor: Any, images: Sequence[Any]) -> PackedRowSeen:
@@ -241,29 +227,21 @@ def _save(draw: Callable[[], Figure], path: Path) -> None:
 # The page
 
 
-def write_page(folder: Path, lines: Sequence[Mapping[str, object]], seen: RunSeen) -> str | None:
-    """Write the page of a run, whole or not at all, from the lines of its metrics file.
+def page_of(
+    lines: Sequence[Mapping[str, Any]],
+    patch: PatchReport,
+    lengths: np.ndarray | None,
+    row: PackedRowSeen | None,
+    max_length: int,
+) -> str:
+    """Return the page of a run as HTML.
 
-    Returns:
-        Why there is no page: a file of its name is somebody else's. None if it was written.
+    Args:
+        lines: of its metrics file.
+        lengths: `[documents]` tokens of the training documents; None where the data streams.
+        row: one to draw; None where rows are not packed, or stream.
+        max_length: at which documents are cut.
     """
-    path = folder / NAME
-    if not path.is_symlink() and path.exists() and not _is_ours(path):
-        return f"{path} is a file of somebody else"
-    text = page_of(lines, seen)
-    with write_file(path) as file:
-        file.write(text.encode("utf-8", "replace"))
-    return None
-
-
-def _is_ours(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        return _MARK.encode() in file.read(_HEAD)
-    return False
-
-
-def page_of(lines: Sequence[Mapping[str, Any]], seen: RunSeen) -> str:
-    """Return the page as HTML."""
     by_kind: dict[str, list[Any]] = {}
     for line in lines:
         by_kind.setdefault(line["kind"], []).append(line)
@@ -272,16 +250,16 @@ def page_of(lines: Sequence[Mapping[str, Any]], seen: RunSeen) -> str:
     sections = {
         "Over the run": _svg("curves", lambda: draw_curves(by_kind.get("log", []))),
         "Held-out rows": _answers(by_kind["demo"][-1]) if "demo" in by_kind else "",
-        "Lengths of documents": _lengths(seen),
-        "A packed row": _row(seen.row),
+        "Lengths of documents": _lengths(lengths, max_length),
+        "A packed row": _row(row),
         "Where the tokens went": _table(summary["ledger"]),
         "Summary": _table({k: v for k, v in summary.items() if k not in ("kind", "ledger")}),
         "Patch": _table(
             {
-                "architecture": f"{seen.patch.model_type}, {seen.patch.n_layers} layers",
-                "attention": f"{seen.patch.attn_backend}: {seen.patch.attn_reason}",
-                **{f"fused: {kind}": what for kind, what in seen.patch.fused.items()},
-                **{f"not fused: {kind}": why for kind, why in seen.patch.not_fused.items()},
+                "architecture": f"{patch.model_type}, {patch.n_layers} layers",
+                "attention": f"{patch.attn_backend}: {patch.attn_reason}",
+                **{f"fused: {kind}": what for kind, what in patch.fused.items()},
+                **{f"not fused: {kind}": why for kind, why in patch.not_fused.items()},
             }
         ),
         "Versions": _table(config["versions"]),
@@ -290,7 +268,7 @@ def page_of(lines: Sequence[Mapping[str, Any]], seen: RunSeen) -> str:
     body = "\n".join(f"<h2>{title}</h2>\n{content}" for title, content in sections.items() if content)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'{_MARK}\n<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{model}: training report</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{model}: {summary['steps']:,} updates in {summary['seconds']:,.1f} s</h1>\n"
@@ -304,10 +282,7 @@ def _svg(name: str, draw: Callable[[], Figure]) -> str:
     `name` keeps its ids apart from those of other figures.
     """
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    try:
-        text = render(draw, "svg", salt=name, metadata=metadata).decode()
-    except Exception as error:  # a page without a figure tells more than none
-        return _note(f"This figure could not be drawn: {type(error).__name__}: {first_line(error)}")
+    text = render(draw, "svg", salt=name, metadata=metadata).decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
@@ -325,11 +300,10 @@ def _answers(demo: Mapping[str, Any]) -> str:
     return f'{_note(scores)}<table class="answers">{body}</table>'
 
 
-def _lengths(seen: RunSeen) -> str:
-    lengths = seen.lengths
+def _lengths(lengths: np.ndarray | None, max_length: int) -> str:
     if lengths is None:
         return _note("The data streams, so the lengths of all documents are not known.")
-    return _svg("lengths", lambda: draw_lengths(lengths, seen.max_length, 10, 2.8))
+    return _svg("lengths", lambda: draw_lengths(lengths, max_length, 10, 2.8))
 
 
 def _row(row: PackedRowSeen | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from unsloth_pack.data.mixture import Part
     from unsloth_pack.data.token_counts import TokenLedger
     from unsloth_pack.packing import PackManifest
-    from unsloth_pack.patching.report import PatchReport
 
 Line = tuple[str, str]  # of a table: what, and the text
 
@@ -43,23 +41,6 @@ class LastingConsole(Console):
         self.out(json.dumps(value, indent=1), highlight=False)
 
 
-class RunConsole(LastingConsole):
-    """The console of a run, which goes on if its output ends: the reader of a pipe, or its terminal."""
-
-    def _check_buffer(self) -> None:
-        """Write; rich knows a pipe without a reader, and a terminal that is gone raises another OSError."""
-        try:
-            super()._check_buffer()
-        except OSError:
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing more, and say so on stderr."""
-        super().on_broken_pipe()
-        with suppress(OSError):  # stderr may be the same pipe
-            print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
-
-
 # The fill of the rows of a training set
 
 
@@ -70,9 +51,7 @@ class RowFill:
     rows: int
     documents: int
     tokens: int
-    slots: (
-        int  # of packed rows, their capacity; of padded ones, what batches in one random order are padded to
-    )
+    slots: int  # the capacity of packed rows, else what batches in one random order are padded to
     slots_computed: int  # by the model; packed rows end with their last document
 
     @property
@@ -126,29 +105,7 @@ def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> Row
     return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
 
 
-# A run: what it is, and how it went
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What the banner shows beside the data and the patch."""
-
-    model_name: str
-    dtype: str
-    device: str
-    trained_parameters: int
-    all_parameters: int
-    packs: PackManifest | None  # if the rows were packed on disk
-    rows_per_step: int  # of a micro-batch on one device
-    rows_per_update: int  # of all devices and accumulation steps together
-    steps: int
-    optimizer: str  # its name and learning rate, and whether it takes all weights at once
-    output_dir: str
-    spread: str | None = None  # how uneven the ranks' work is, if there are several
-    waiting: tuple[int, int | None] | None = None  # documents and tokens that may wait, if the data streams
-    mixture: str = ""  # how several data sets become one
-    parts: tuple[Part, ...] = ()  # the data sets; empty for packs
-    evaluation: TokenLedger | None = None
+# A run: how it went
 
 
 @dataclass(frozen=True)
@@ -183,72 +140,6 @@ class RunSummary:
     stream: RowsOfStream | None = None
 
 
-def print_banner(
-    console: Console, facts: RunFacts, patch: PatchReport, ledger: TokenLedger, fill: RowFill | None
-) -> None:
-    """Print model, patch, data and plan before the first step; `fill` is None if the data streams."""
-    share = facts.trained_parameters / facts.all_parameters
-    model = f"{patch.model_type}, {patch.n_layers} layers"
-    lines = [
-        ("model", f"{facts.model_name} ({model}), {facts.dtype} on {facts.device}"),
-        ("trained", f"{facts.trained_parameters:,} of {facts.all_parameters:,} parameters ({share:.2%})"),
-        ("attention", f"{patch.attn_backend}: {patch.attn_reason}"),
-        *((f"fused {kind}", what) for kind, what in patch.fused.items()),
-        *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
-        *(_stream_lines(facts, ledger) if fill is None else _data_lines(facts, ledger, fill)),
-    ]
-    if facts.evaluation is not None:
-        held_out = ", held out of the data" if ledger.rows_held_out else ""
-        counts = f"{facts.evaluation.rows_read:,} rows, {facts.evaluation.tokens_read:,} tokens"
-        lines.append(("evaluation", f"{counts}{held_out}"))
-    lines.append(("plan", f"{facts.steps:,} updates, {facts.optimizer}"))
-    if facts.spread:
-        lines.append(("ranks", facts.spread))
-    lines.append(("output", facts.output_dir))
-    if ledger.prompts_rerendered:
-        changed = f"{ledger.prompts_rerendered:,} rows change the tokens of their prompt"
-        lines.append(("note", f"{changed}: there the loss starts at the first token that differs"))
-    _print_lines(console, "unsloth-pack", lines)
-
-
-def _data_lines(facts: RunFacts, ledger: TokenLedger, fill: RowFill) -> list[Line]:
-    is_packed = fill.documents > fill.rows
-    rows = min(facts.rows_per_update, fill.rows)  # an epoch ends with a shorter update
-    update = f"{rows} rows, {rows * fill.documents_per_row:.1f} documents"
-    if is_packed:
-        update += f" ({min(facts.rows_per_update, fill.documents)} without packing)"
-    return [
-        *_ledger_lines(ledger, lines_of_parts(facts.parts)),
-        ("rows", _fill_line(fill)),
-        *_packing_lines(facts, is_packed),
-        ("update", update),
-    ]
-
-
-def _stream_lines(facts: RunFacts, ledger: TokenLedger) -> list[Line]:
-    assert facts.waiting is not None
-    documents, tokens = facts.waiting
-    return [
-        ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
-        *lines_of_parts(facts.parts, facts.mixture),
-        ("first rows", _ledger_line(ledger)),
-        ("loss on", f"in the first rows: {_loss_line(ledger)}"),
-        ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
-        *_packing_lines(facts, is_packed=True),
-        ("update", f"{facts.rows_per_update} rows"),
-    ]
-
-
-def _packing_lines(facts: RunFacts, is_packed: bool) -> list[Line]:
-    lines = []
-    if packs := facts.packs:
-        rows = f"rows of {packs.capacity:,} by {packs.strategy}, {packs.data_fingerprint[:12]}"
-        lines.append(("packs", f"on disk, {rows}; always trained on as packed"))
-    if is_packed and facts.rows_per_step > 1:
-        lines.append(("micro-batch", f"{facts.rows_per_step} packed rows, flattened into one"))
-    return lines
-
-
 def print_packs(
     console: Console,
     packs: PackManifest,
@@ -269,14 +160,14 @@ def print_packs(
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
     size = sum(shard.bytes for shard in packs.shards)
     lines = [
-        *_ledger_lines(packs.ledger, lines_of_parts(parts)),
-        ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
+        *ledger_lines(packs.ledger, lines_of_parts(parts)),
+        ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {fill_line(fill)}"),
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
         ("fingerprint", packs.data_fingerprint),
         ("output", folder),
         ("train with", shlex.join(command)),
     ]
-    _print_lines(console, "packed", lines)
+    print_lines(console, "packed", lines)
 
 
 def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) -> None:
@@ -288,7 +179,7 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     lines = [
         ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
         ("speed", speed),
-        *_ledger_lines(ledger, _read_lines(summary)),
+        *ledger_lines(ledger, _read_lines(summary)),
         ("tokens", f"{tokens}, {unscored:,} without loss; and {summary.tokens_padded:,} of padding"),
         ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
@@ -297,12 +188,9 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     if summary.updates_left_out:
         lines.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
     if summary.broken_images:
-        times = "once" if summary.broken_images == 1 else f"{summary.broken_images:,} times"
-        note = f"an image could not be decoded, {times}: nothing was learned from its document"
-        lines.append(("note", note))
-    if summary.last_loss != summary.last_loss:
-        lines.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
-    _print_lines(console, "done", lines)
+        note = f"{summary.broken_images:,} times an image could not be decoded"
+        lines.append(("note", f"{note}: nothing was learned from its document"))
+    print_lines(console, "done", lines)
 
 
 def _read_lines(summary: RunSummary) -> list[Line]:
@@ -311,7 +199,7 @@ def _read_lines(summary: RunSummary) -> list[Line]:
         return []
     waiting = f"{summary.stream.waiting:,} documents were read and not trained on"
     return [
-        ("rows", f"{_fill_line(summary.stream.fill)}; {waiting}"),
+        ("rows", f"{fill_line(summary.stream.fill)}; {waiting}"),
         ("passes", f"{summary.epochs:,.0f} over the data were read to the end"),
         *(
             ("read", f"{name}: {rows:,} rows, {tokens:,} tokens")
@@ -334,7 +222,7 @@ def print_generations(
     console.print(table)
 
 
-def _print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
+def print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
     table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -372,11 +260,11 @@ def _share(part: Part, parts: Sequence[Part], how: str) -> str:
     )
 
 
-def _ledger_lines(ledger: TokenLedger, between: Iterable[Line]) -> list[Line]:
-    return [("data", _ledger_line(ledger)), *_image_lines(ledger), *between, ("loss on", _loss_line(ledger))]
+def ledger_lines(ledger: TokenLedger, between: Iterable[Line]) -> list[Line]:
+    return [("data", ledger_line(ledger)), *_image_lines(ledger), *between, ("loss on", loss_line(ledger))]
 
 
-def _ledger_line(ledger: TokenLedger) -> str:
+def ledger_line(ledger: TokenLedger) -> str:
     changes = {
         "held out": (ledger.tokens_held_out, ledger.rows_held_out),
         "not drawn": (ledger.tokens_not_drawn, ledger.rows_not_drawn),
@@ -405,14 +293,14 @@ def _image_lines(ledger: TokenLedger) -> list[Line]:
     return [("images", line)]
 
 
-def _loss_line(ledger: TokenLedger) -> str:
+def loss_line(ledger: TokenLedger) -> str:
     return (
         f"{ledger.tokens_counted:,} tokens; without loss {ledger.tokens_masked_by_template:,} masked by the "
         f"template, {ledger.tokens_masked_at_boundaries:,} at boundaries"
     )
 
 
-def _fill_line(fill: RowFill) -> str:
+def fill_line(fill: RowFill) -> str:
     return (
         f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full, "
         f"{fill.padding:,} tokens of padding"
