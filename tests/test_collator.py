@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, random_documents
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.deferred_logging import LogLine

@@ -19,7 +19,7 @@ ROOMS = (
     *("unsloth_arguments", "verification", "training", "config"),
     *("images", "packing", "checkpoints", "data", "demo"),
     *("patching", "memory", "layers", "cuda_graphs", "losses", "lora", "models", "attention", "packed_row"),
-    *("kernels", "modules", "host_copy", "forked", "errors"),
+    *("kernels", "modules", "forked", "errors"),
 )
 TORCH_FREE = {"packing", "data", "demo"}  # know nothing of a model, nor of what patches one
 
@@ -57,7 +57,7 @@ def test_imports_run_one_way(path):
         of_checkpoints = [name for name in imported if name.startswith("unsloth_pack.checkpoints.")]
         assert all(name.startswith("unsloth_pack.checkpoints.atomic") for name in of_checkpoints)
     theirs = {name.split(".")[0] for name in imported}
-    if room in ("kernels", "host_copy"):
+    if room == "kernels":
         assert not theirs & {"transformers", "peft", "trl", "datasets"}
     if room == "packing":
         assert not theirs & {"torch", "transformers", "trl"}

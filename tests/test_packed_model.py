@@ -20,7 +20,7 @@ from unsloth_pack import UnsupportedArchitecture, patch_model, supported_archite
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.labels import DeferredCheck
 from unsloth_pack.patching.patch import patch_of
 

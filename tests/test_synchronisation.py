@@ -24,7 +24,7 @@ from unsloth_pack.training.trl_setup import row_collator, sft_config
 pytestmark = pytest.mark.gpu
 
 OURS = os.path.dirname(unsloth_pack.__file__) + os.sep
-READ_LATE = os.path.join(OURS, "host_copy.py")
+READ_LATE = os.path.join(OURS, "kernels", "launch.py")
 BEFORE = 6  # steps in which kernels compile and the shape of the row is captured
 
 

@@ -28,7 +28,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import InputError
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.losses.head import LabelledHead
 from unsloth_pack.packed_row.labels import PaddedBatch
 

@@ -18,7 +18,7 @@ from unsloth_pack.attention import (
 )
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.labels import DeferredCheck
 from unsloth_pack.packed_row.row import PackedRow

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.kernels.arguments import ExtraLogits
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
+    HostCopy,
     add_product,
     check_dtypes,
     check_shapes,

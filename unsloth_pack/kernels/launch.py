@@ -1,4 +1,4 @@
-"""Launch kernels: choose Triton or the reference, lay out rows, compile ahead, multiply into float32."""
+"""Launch kernels: choose Triton or the reference, lay out rows, compile ahead; bring numbers to the host."""
 
 from __future__ import annotations
 
@@ -231,3 +231,25 @@ if triton is not None:
 def floor_power_of_2(n: int) -> int:
     """Return the greatest power of 2 up to n; 1 for n below 1."""
     return 1 << max(0, n.bit_length() - 1)
+
+
+class HostCopy:
+    """Copy a tensor to the host now, to read it later.
+
+    Start the copy before the decoder and read it after the decoder's launch, so that the GPU stays busy.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._copy, self._arrived = tensor, None
+        if tensor.is_cuda:
+            with torch.cuda.device_of(tensor):
+                self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                self._copy.copy_(tensor, non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def read(self) -> Tensor:
+        """Return the tensor on the host; waits for the copy only."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy

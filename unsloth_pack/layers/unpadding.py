@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 from transformers.utils import is_tracing
 
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.modules import has_peft_hooks, no_compile
 from unsloth_pack.packed_row.describe import LAST_POSITION, refuse_document_ids
 from unsloth_pack.packed_row.labels import (

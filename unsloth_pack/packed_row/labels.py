@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 logger = logging.getLogger("unsloth_pack")

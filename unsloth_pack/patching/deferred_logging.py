@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import ModelOutput
 
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.modules import whole
 

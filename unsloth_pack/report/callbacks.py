@@ -28,7 +28,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
 from unsloth_pack.checkpoints.atomic import write_file
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.report.metrics import FILE_NAME, read_lines
 from unsloth_pack.report.terminal import LastingConsole
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
-from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.modules import whole
 from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
 
