@@ -38,26 +38,16 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "BackendUnavailable": "errors",
-    "FastLanguageModel": "api",
-    "FastModel": "api",
-    "FastVisionModel": "vision_api",
-    "InputError": "errors",
-    "LeakFound": "errors",
-    "SFTConfig": "training.notebooks",
-    "SFTTrainer": "training.notebooks",
-    "UnslothTrainer": "training.notebooks",
-    "UnslothTrainingArguments": "training.notebooks",
-    "UnslothVisionDataCollator": "vision_api",
-    "UnsupportedArchitecture": "errors",
-    "VisionDataCollator": "vision_api",
-    "is_bfloat16_supported": "api",
-    "patch_model": "patching.patch",
-    "probe": "verification",
-    "supported_architectures": "models",
-    "verify": "verification",
+_NAMES = {
+    "api": ("FastLanguageModel", "FastModel", "is_bfloat16_supported"),
+    "errors": ("BackendUnavailable", "InputError", "LeakFound", "UnsupportedArchitecture"),
+    "models": ("supported_architectures",),
+    "patching.patch": ("patch_model",),
+    "training.notebooks": ("SFTConfig", "SFTTrainer", "UnslothTrainer", "UnslothTrainingArguments"),
+    "verification": ("probe", "verify"),
+    "vision_api": ("FastVisionModel", "UnslothVisionDataCollator", "VisionDataCollator"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

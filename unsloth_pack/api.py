@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -137,7 +137,7 @@ class FastLanguageModel:
         for_weights |= hub | files | {"config": config, "dtype": dtype}
         unquantised = list_unquantised_modules(config)
         quantised = quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
-        placed = _resolve_device_map(device_map)
+        placed = own_device() if device_map in (None, "sequential") else device_map  # Unsloth's default
         model = load_model(source, device_map=placed, quantization_config=quantised, **for_weights)
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
@@ -302,17 +302,6 @@ def _let_segments_grow() -> None:
         with warnings.catch_warnings():  # torch deprecates it for another private function
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
-def _resolve_device_map(device_map: object) -> Any:
-    """Return `device_map` as transformers takes it; a process trains on its one GPU by default."""
-    if device_map is None or device_map == "sequential":  # Unsloth's default
-        return own_device()
-    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    names_gpu = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
-    if names_gpu and not torch.cuda.is_available():
-        raise InputError(f"device_map is {device_map!r}, but there is no GPU; leave it out")
-    return device_map
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:

@@ -10,22 +10,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
-_IN_WORKER = re.compile(
-    r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.\n.*\n[\w.]+: (?P<message>[^\n]*)\n?",
-    re.DOTALL,
-)
+_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.\n.*\n[\w.]+: (.*)\n?", re.DOTALL)
 _OF_REQUESTS = re.compile(r"\((Request|Amzn Trace|Amz CF) ID: [^)]*\)|^\d{3} Client Error\.", re.MULTILINE)
 
 
 class InputError(ValueError):
-    """Bad input or arguments. The command line prints it as one line and exits with 2.
-
-    Of an error that torch raises again from a worker of a loader, its one line is kept.
-    """
+    """Bad input or arguments. The command line prints it as one line and exits with 2."""
 
     def __init__(self, message: str = ""):
-        raised = _IN_WORKER.fullmatch(message)
-        super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
+        raised = _IN_WORKER.fullmatch(message)  # torch raises it again, with the worker's traceback
+        super().__init__(f"{raised[2].strip()} (in {raised[1]})" if raised else message)
 
     @property
     def errors(self) -> tuple["InputError", ...]:

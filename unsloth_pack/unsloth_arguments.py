@@ -16,65 +16,53 @@ from unsloth_pack.checkpoints.saving import SaveMethod, check_save_method
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.targets import list_default_names
 
-# For each argument the values that change nothing (None: any), and the remedy for any other
-Arguments = Mapping[str, tuple[Collection[object] | None, str]]
+# For each argument the values that change nothing; None: any
+Arguments = Mapping[str, tuple[object, ...] | None]
 
-_MEMORY = "get_peft_model takes use_gradient_checkpointing, 'auto' among its values"
+_OFF, _UNSET = (False, None), (None,)
 _VLLM = "save the model with save_pretrained_merged and serve that with vLLM"
-_README = "write them into the README.md of the folder; leave it out"
+_SIZES = "give max_pixels to FastVisionModel.from_pretrained"
+# In place of an argument; for others the remedy is to leave them out
+_REMEDIES = {
+    **dict.fromkeys(("fast_inference", "float8_kv_cache", "unsloth_vllm_standby"), _VLLM),
+    **dict.fromkeys(("gpu_memory_utilization", "max_lora_rank"), f"leave it out: {_VLLM}"),
+    "float32_mixed_precision": "give dtype='float32'",
+    "resize_model_vocab": "call model.resize_token_embeddings(n) before get_peft_model",
+    "use_gradient_checkpointing": "give it to get_peft_model",
+    "push_to_hub": "call push_to_hub_merged",
+    "is_main_process": "call it in the main process alone",
+    "resize": _SIZES,
+    "resize_dimension": _SIZES,
+    "num_proc": "give dataloader_num_workers to the trainer",
+    "completion_only_loss": "write the rows as messages, in which all turns count",
+}
 _LOADING: Arguments = {
-    "fast_inference": ((False, None), f"this package has no vLLM inside; {_VLLM}"),
-    "gpu_memory_utilization": ((), f"it is an option of vLLM; leave it out, or {_VLLM}"),
-    "max_lora_rank": ((), "it is an option of vLLM; leave it out, and give r to get_peft_model"),
-    "float8_kv_cache": ((False, None), f"it is an option of vLLM; {_VLLM}"),
-    "disable_log_stats": (None, ""),
-    "unsloth_vllm_standby": ((False, None), f"it is an option of vLLM; {_VLLM}"),
-    "load_in_16bit": (None, ""),  # what comes without another load_in_*
-    "fix_tokenizer": ((True, None), "no tokenizer is changed here; leave it out"),
-    "use_exact_model_name": (None, ""),  # no name is exchanged for another one
-    "offload_embedding": ((False, None), f"embeddings stay with the model; {_MEMORY}"),
-    "float32_mixed_precision": ((None, False), "give dtype='float32'"),
-    "unsloth_tiled_mlp": ((False, None), f"an MLP is not cut into tiles; {_MEMORY}"),
-    "unsloth_force_compile": ((False, None), "nothing is compiled; leave it out"),
-    "fullgraph": (None, ""),  # of a compiler that does not run here
-    "auto_model": ((None,), "models of text are loaded; leave it out"),
-    "auto_config": ((None,), "models of text are loaded; leave it out"),
-    "text_only": (None, ""),  # the text model is what trains
-    "resize_model_vocab": ((None,), "call model.resize_token_embeddings(n) before get_peft_model"),
-    "qat_scheme": ((None,), "training for quantisation is not here; leave it out"),
-    "use_gradient_checkpointing": ((False, None, "none"), "give it to get_peft_model"),
-    "whisper_language": ((None,), "models of sound are not trained; leave it out"),
-    "whisper_task": ((None,), "models of sound are not trained; leave it out"),
+    **dict.fromkeys(("gpu_memory_utilization", "max_lora_rank"), ()),
+    **dict.fromkeys(("fast_inference", "float8_kv_cache", "unsloth_vllm_standby"), _OFF),
+    **dict.fromkeys(("offload_embedding", "float32_mixed_precision"), _OFF),
+    **dict.fromkeys(("unsloth_tiled_mlp", "unsloth_force_compile"), _OFF),
+    **dict.fromkeys(("auto_model", "auto_config", "resize_model_vocab", "qat_scheme"), _UNSET),
+    **dict.fromkeys(("whisper_language", "whisper_task"), _UNSET),
+    **dict.fromkeys(("disable_log_stats", "use_exact_model_name", "fullgraph", "text_only"), None),
+    "load_in_16bit": None,  # as without another load_in_*
+    "fix_tokenizer": (True, None),
+    "use_gradient_checkpointing": (*_OFF, "none"),
 }
 _SAVING: Arguments = {
-    "push_to_hub": ((False, None), "call push_to_hub_merged"),
-    "token": (None, ""),
-    "maximum_memory_usage": (None, ""),  # weights are merged and written one after the other
-    "temporary_location": (None, ""),
-    "max_shard_size": (("5GB", None), "no file is larger than 5GB; leave it out"),
-    "safe_serialization": ((True, None), "weights are saved as safetensors; leave it out"),
-    "is_main_process": ((True, None), "call it in the main process alone"),
-    "save_peft_format": ((True, None), "leave it out"),
-    "variant": ((None,), "files have their usual names; leave it out"),
-    "tags": ((None,), _README),
-    "datasets": ((None,), _README),
-    "create_pr": ((False, None), "give revision, or leave it out"),
-    "use_temp_dir": (None, ""),
+    **dict.fromkeys(("token", "maximum_memory_usage", "temporary_location", "use_temp_dir"), None),
+    **dict.fromkeys(("push_to_hub", "create_pr"), _OFF),
+    **dict.fromkeys(("variant", "tags", "datasets"), _UNSET),
+    **dict.fromkeys(("safe_serialization", "is_main_process", "save_peft_format"), (True, None)),
+    "max_shard_size": ("5GB", None),  # no file is larger
 }
-_ADAPTING: Arguments = {
-    "qat_scheme": ((None,), "training for quantisation is not here; leave it out"),
-    "temporary_location": (None, ""),
-}
+_ADAPTING: Arguments = {"qat_scheme": _UNSET, "temporary_location": None}
 _COLLATING: Arguments = {
-    "resize": ((None,), "give max_pixels to FastVisionModel.from_pretrained; nothing else is resized"),
-    "resize_dimension": ((None, 0), "give max_pixels to FastVisionModel.from_pretrained"),
-    "snap_to_patch_size": ((None, False), "the processor chooses sizes that patches fill; leave it out"),
-    "ignore_index": ((-100,), "labels that do not count are -100; leave it out"),
-    "force_match": (None, ""),
-    "num_proc": ((None,), "give dataloader_num_workers to the trainer"),
-    "completion_only_loss": ((True, None), "write the rows as messages, in which all turns count"),
-    "pad_to_multiple_of": ((None,), "a packed row has no padding; leave it out"),
-    "last_response_only": ((False, None), "every answer counts; leave it out"),
+    **dict.fromkeys(("resize", "num_proc", "pad_to_multiple_of"), _UNSET),
+    **dict.fromkeys(("snap_to_patch_size", "last_response_only"), _OFF),
+    "resize_dimension": (None, 0),
+    "ignore_index": (-100,),
+    "force_match": None,
+    "completion_only_loss": (True, None),
 }
 _PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
@@ -85,27 +73,19 @@ logger = logging.getLogger("unsloth_pack")
 def _take(known: Arguments, arguments: dict[str, object], taker: str) -> None:
     """Remove known arguments; InputError if one asks for something that is not supported."""
     for name in known.keys() & arguments.keys():
-        accepted, remedy = known[name]
-        value = arguments.pop(name)
+        accepted, value = known[name], arguments.pop(name)
         if accepted is not None and (type(value), value) not in [(type(one), one) for one in accepted]:
+            remedy = _REMEDIES.get(name, "leave it out")
             raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
 
 
 def take_loading_arguments(arguments: dict[str, object]) -> None:
-    """Take Unsloth's own arguments out of those of `from_pretrained`.
-
-    Raises:
-        InputError: one asks for something that is not supported; the line has the remedy.
-    """
+    """Take Unsloth's own arguments out of those of `from_pretrained`, or raise InputError."""
     _take(_LOADING, arguments, "from_pretrained")
 
 
 def take_collator_arguments(arguments: dict[str, object]) -> None:
-    """Accept Unsloth's own arguments of the vision collator.
-
-    Raises:
-        InputError: one asks for something that is not supported, or is unknown.
-    """
+    """Accept Unsloth's own arguments of the vision collator, or raise InputError."""
     _take(_COLLATING, arguments, "VisionDataCollator")
     for name, value in arguments.items():
         raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
@@ -121,15 +101,9 @@ def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: d
     """Take Unsloth's own arguments out of those of `get_peft_model`; return what to adapt.
 
     `finetune_attention_modules` and `finetune_mlp_modules` choose among the default targets.
-
-    Raises:
-        InputError: one asks for something that is not supported.
     """
     _take(_ADAPTING, arguments, "get_peft_model")
     wishes = {part: arguments.pop(f"finetune_{part}", None) for part in _PARTS}
-    for part, wish in wishes.items():
-        if wish not in (None, True, False):
-            raise InputError(f"finetune_{part} is {wish!r}; give True or False")
     if wishes["vision_layers"] and model.base_model is not model.get_decoder():
         raise InputError("finetune_vision_layers=True, but text never reaches vision layers; give False")
     if wishes["language_layers"] is False:

@@ -127,7 +127,6 @@ def test_check_of_settings_that_need_other_machines_is_fine(said):
         (["config", "show", "a.yaml", "--config=b.yaml"], "config is given twice; give one file, "),
         (["config", "schema", "x"], "unknown argument 'x'; give a flag its values with commas"),
         (["recipe", "frob"], "recipe has no action 'frob'; use one of list, show, copy"),
-        (["recipe", "list", "x"], "recipe list takes no name and is given 'x'; give it to show or copy"),
         (["recipe", "show"], "recipe show is given no name; choose one of "),
         (["recipe", "show", "frob"], "there is no recipe 'frob'; choose one of "),
         (["recipe", "copy", "../demo"], "there is no recipe '../demo'; choose one of "),

@@ -13,7 +13,6 @@ import pytest
 import torch
 import warm
 from model_folder import save_model
-from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file
 from tiny import error
 from transformers import AutoModelForCausalLM
@@ -22,14 +21,7 @@ import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import SUBCOMMANDS, main
-from unsloth_pack.cli.doctor import (
-    BREAKAGES,
-    OPTIONAL,
-    TESTED,
-    Breakage,
-    PrivateName,
-    private_names,
-)
+from unsloth_pack.cli.doctor import PrivateName
 from unsloth_pack.config import TrainOptions, flat
 
 
@@ -76,7 +68,7 @@ def test_a_prompt_longer_than_the_model(model, capsys):
     for flags in (["--prompt", "a" * 300], ["--prompt", "a", "--max_new_tokens", "300"]):
         assert main(["generate", "--model_name", model, *flags]) == 2
         said = capsys.readouterr().err
-        assert "but the model has 256 positions; shorten it, or lower --max_new_tokens" in said
+        assert "but the model has 256 positions; lower it" in said
 
 
 def test_an_adapter_whose_base_is_not_there(finished, capsys):
@@ -130,51 +122,27 @@ def test_doctor_finds_nothing(fine, capsys):
     assert "all is fine" in capsys.readouterr().out
 
 
-def test_doctor_on_images(fine, monkeypatch, capsys):
-    code, found = doctor(capsys)
-    assert "rows with images can be prepared" in found["reading"][0]
-    versions = {"pillow": None, "torchvision": "0.1"}
-    monkeypatch.setattr("unsloth_pack.cli.doctor._installed", lambda name: versions.get(name, "1.0"))
-    monkeypatch.setitem(sys.modules, "torchvision", None)  # as where its library does not load
-    code, found = doctor(capsys)
-    assert "images need Pillow" in found["reading"][0]
-    assert found["AutoProcessor"][0].startswith("does not load: torchvision 0.1 fails")
-    assert (code, found["AutoProcessor"][1][:13]) == (1, "pip uninstall")
-
-
 def test_doctor_on_private_names(fine, monkeypatch, capsys):
-    _, lines = doctor(capsys)
-    n_of_torch = sum(name.library == "torch" for name in private_names())
-    assert n_of_torch > 10
-    assert lines["of torch"] == (f"{n_of_torch} are used, all there", "")
-    there = [each for each in private_names() if each.library == "torch"][:2]
-    gone = PrivateName("torch", "_was_dropped", ("a.py", "b.py"))
-    monkeypatch.setattr("unsloth_pack.cli.doctor.private_names", lambda: [*there, gone])
-    monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2")})
+    monkeypatch.setattr(
+        "unsloth_pack.cli.doctor.private_names",
+        lambda: [PrivateName("torch", "Tensor", ()), PrivateName("torch", "_was_dropped", ("a.py", "b.py"))],
+    )
     code, lines = doctor(capsys)
     assert code == 1
-    assert "outside the tested range; 3 of its private names are used" in lines["torch"][0]
-    assert lines["of torch"] == (
-        "3 are used, gone: torch._was_dropped (in a.py, b.py)",
-        "pip install 'torch>=0.1,<0.2'",
-    )
+    gone, remedy = "gone: torch._was_dropped (in a.py, b.py)", "pip install 'torch>=0.1,<99'"
+    assert lines["of torch"] == (f"2 are used, {gone}", remedy)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "found", "remedy"),
     [
         ("UNSLOTH_PACK_ATTN", "sdpa", "sdpa: overrides", ""),
-        ("UNSLOTH_PACK_ATTN", "", "overrides nothing", ""),
         ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
         ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, triton, flash, xformers, sdpa"),
-        ("UNSLOTH_PACK_ATTN", "broken", "and cannot run here: not on this machine", "unset it"),
     ],
 )
 def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
-    nowhere = replace(BACKENDS["sdpa"], why_unavailable=lambda need: "not on this machine")
-    if value == "broken":
-        monkeypatch.setitem(BACKENDS, "broken", nowhere)
     code, lines = doctor(capsys)
     assert code == bool(remedy)
     assert found in lines[name][0]
@@ -182,14 +150,11 @@ def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, caps
 
 
 def test_doctor_on_versions(fine, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2"), "no-such": ("1", "2")})
     code, lines = doctor(capsys)
     assert code == 1
     assert lines["torch"][1] == "pip install 'torch>=0.1,<0.2'"
     assert lines["no-such"] == ("missing", "pip install 'no-such>=1,<2'")
-    assert main(["doctor"]) == 1
-    assert "not fine: 2" in capsys.readouterr().out
 
 
 def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
@@ -206,19 +171,13 @@ def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
     assert code == 1
     assert "a tiny step failed with RuntimeError: no kernel image" in lines["float32, 64: xformers"][0]
     assert "reinstall xformers for torch" in lines["float32, 64: xformers"][1]
-    assert "no kernel image" in lines["float32, 64: auto"][0]
 
 
 def test_doctor_on_a_combination_that_breaks(fine, monkeypatch, capsys):
-    for known in BREAKAGES:
-        assert all(SpecifierSet(versions) for versions in known.releases.values())
-        assert set(known.releases) <= {*TESTED, *OPTIONAL}
-    device, elsewhere = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
     breakages = (
-        Breakage({"torch": ">=2", "trl": ">=1"}, device, "it breaks", "do this"),
-        Breakage({"torch": ">=2", "peft": "<0.1"}, None, "it broke long ago", "no"),
-        Breakage({"torch": ">=2", "no-such": ">=1"}, None, "it is not installed", "no"),
-        Breakage({"torch": ">=2"}, elsewhere, "it breaks elsewhere", "no"),
+        ({"torch": ">=2", "trl": ">=1"}, None, "it breaks", "do this"),
+        ({"torch": ">=2", "peft": "<0.1"}, None, "it broke long ago", "no"),
+        ({"torch": ">=2"}, "of another kind", "it breaks elsewhere", "no"),
     )
     monkeypatch.setattr("unsloth_pack.cli.doctor.BREAKAGES", breakages)
     code, lines = doctor(capsys)

@@ -397,7 +397,7 @@ def _texts():
     ("given", "says"),
     [
         ({"fast_inference": True}, "fast_inference is True, .*vLLM"),
-        ({"max_lora_rank": 32}, "max_lora_rank is 32.*give r to get_peft_model"),
+        ({"max_lora_rank": 32}, "max_lora_rank is 32.*leave it out"),
         ({"float32_mixed_precision": True}, "give dtype='float32'"),
         ({"use_gradient_checkpointing": "unsloth"}, "give it to get_peft_model"),
     ],
@@ -460,7 +460,7 @@ def test_what_cannot_be_saved_here_says_what_to_do(method, options, says, folder
     ("given", "says"),
     [
         ({"push_to_hub": True}, "push_to_hub is True, .* call push_to_hub_merged"),
-        ({"max_shard_size": "2GB"}, "max_shard_size is '2GB', .* no file is larger than 5GB"),
+        ({"max_shard_size": "2GB"}, "max_shard_size is '2GB', .* leave it out"),
         ({"shards": 2}, "does not take shards"),
     ],
 )

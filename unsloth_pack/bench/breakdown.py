@@ -8,7 +8,6 @@ belongs to the outermost operator around it with a category.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -38,16 +37,16 @@ _OF_KERNEL = (
 )
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """The mean of the profiled steps."""
+def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> tuple[dict[str, float], float]:
+    """Sort the time of profiled steps into categories.
 
-    ms: dict[str, float]  # milliseconds by category, all of `CATEGORIES`
-    busy_ms: float  # with any activity; less than the sum of `ms` if kernels overlap
+    Args:
+        events: of a stopped profile.
 
-
-def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
-    """Sort the time of the profiled steps into categories; `events` are of a stopped profile."""
+    Returns:
+        Milliseconds of a step by category, all of `CATEGORIES`; and those with any activity, which are less
+        than their sum if kernels overlap.
+    """
     times: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []
     for event in events:
@@ -62,7 +61,7 @@ def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
             times[kernel_category(event.name)] += event.time_range.elapsed_us()
             spans.append((event.time_range.start, event.time_range.end))
     busy = _union(spans) if on_gpu else sum(times.values())
-    return Breakdown({name: times[name] / steps / 1e3 for name in CATEGORIES}, busy / steps / 1e3)
+    return {name: times[name] / steps / 1e3 for name in CATEGORIES}, busy / steps / 1e3
 
 
 def kernel_category(name: str) -> str:

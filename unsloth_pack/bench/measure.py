@@ -1,7 +1,7 @@
 """Measure a case in a process of its own, which shares neither memory nor patches with other cases.
 
 `python -m unsloth_pack.bench.measure FOLDER STARTED` reads FOLDER/case.json and writes FOLDER/answer.json:
-figures, or `refused` or `failed` with one line. STARTED is the time of the request, in seconds since the
+figures, or `failed` with one line. STARTED is the time of the request, in seconds since the
 epoch.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
@@ -41,9 +41,9 @@ from unsloth_pack.checkpoints.loading import (
     quantization,
     weight_dtype,
 )
-from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.errors import first_line
 from unsloth_pack.lora.targets import list_default_names
-from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.memory.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.report.callbacks import peak_memory
 from unsloth_pack.report.terminal import document_lengths
@@ -69,9 +69,7 @@ class Case:
     load_in_4bit: bool = False
     load_in_fp8: bool = False  # of the patched model; the plain one stays in 16 bits
     attn_backend: str = "auto"
-    use_gradient_checkpointing: bool | Literal["offload", "unsloth", "auto"] = (
-        False  # the plain model recomputes unless it is False
-    )
+    use_gradient_checkpointing: CheckpointingMode = False  # the plain model recomputes unless it is False
     is_profiled: bool = False  # break the step down instead of timing it
 
 
@@ -89,7 +87,6 @@ class Figures:
     tokens_padded: float  # the padding's share of the computed tokens
     peak_memory_bytes: int
     peak_memory_of: str
-    core_share: float | None = None  # of the measured time, in which the thread had a core; None on a GPU
     kernel_ms: dict[str, float] | None = None  # of a profiled step, by category
     busy_ms: float | None = None  # of a profiled step, with any activity
 
@@ -102,8 +99,6 @@ def main(folder: Path, started: float) -> None:
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     try:
         answer = asdict(measure(case, folder, started))
-    except InputError as error:
-        answer = {"refused": str(error)}
     except Exception as error:
         answer = {"failed": f"{type(error).__name__}: {first_line(error) or 'no message'}"}
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
@@ -155,7 +150,9 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
 
     n_bytes, what = peak_memory()
     lengths = document_lengths(rows)
-    breakdown = break_down(profiler.events(), case.steps, on_gpu) if case.is_profiled else None
+    kernel_ms, busy_ms = (
+        break_down(profiler.events(), case.steps, on_gpu) if case.is_profiled else (None, None)
+    )
     patch = patch_of(model)
     base_model: Any = model.get_base_model()
     return Figures(
@@ -169,9 +166,8 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
         tokens_padded=1 - watch.tokens / watch.slots,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
-        core_share=None if on_gpu else watch.core_seconds / watch.seconds,
-        kernel_ms=breakdown.ms if breakdown else None,
-        busy_ms=breakdown.busy_ms if breakdown else None,
+        kernel_ms=kernel_ms,
+        busy_ms=busy_ms,
     )
 
 
@@ -219,7 +215,7 @@ class _Watch(TrainerCallback):
         self.warm_up, self.last = warm_up, warm_up + steps
         self.on_first: Callable[[], object] = lambda: None
         self.on_last: Callable[[], object] = lambda: None
-        self.first_step_seconds = self.seconds = self.core_seconds = 0.0
+        self.first_step_seconds = self.seconds = 0.0
         self.tokens = self.slots = 0
 
     def on_step_begin(
@@ -237,9 +233,9 @@ class _Watch(TrainerCallback):
         if step == self.warm_up:
             self._before = self.trainer.trained
             self.on_first()
-            self._start, self._core_start = _now(), time.thread_time()
+            self._start = _now()
         elif step == self.last:
-            self.seconds, self.core_seconds = _now() - self._start, time.thread_time() - self._core_start
+            self.seconds = _now() - self._start
             self.on_last()
             trained = self.trainer.trained
             self.tokens, self.slots = trained.tokens - self._before.tokens, trained.slots - self._before.slots
@@ -255,8 +251,7 @@ def measure_apart(case: Case) -> Figures:
     """Run `case` in a fresh Python process.
 
     Raises:
-        InputError: this machine cannot run the case.
-        Failed: anything else failed in the process, such as memory that ran out.
+        Failed: it failed there, as when memory runs out.
     """
     with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
         Path(folder, "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
@@ -272,11 +267,9 @@ def measure_apart(case: Case) -> Figures:
         )
         try:
             answer = json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except OSError:
             last = " ".join(done.stderr[-_STDERR_TAIL:].strip().splitlines()[-1:])
             raise Failed(f"the process ended with {done.returncode}: {last or 'it said nothing'}") from None
-    if "refused" in answer:
-        raise InputError(answer["refused"])
     if "failed" in answer:
         raise Failed(answer["failed"])
     return Figures(**answer)

@@ -22,7 +22,6 @@ _MOST_DOCUMENTS = 20_000  # tokenised; a short run sees fewer
 _MOST_PADDED = 16  # documents of a padded batch
 _PROFILED = 3  # steps
 _SPREAD = 1.25  # between the rounds of a run, by which its steps differ where nothing else runs
-_CORE_SHARE = 0.8  # of the time of a step, in which its thread then has a core
 _SEED = 3407
 
 
@@ -63,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         cases = _prepare(flags, Path(folder))
         runs = _measure_in_turn(cases, flags.get("rounds", 2), progress)
         breakdown = _breakdown(cases[0], runs[0].figures, progress)
-    too_busy = why_too_busy(runs)
+    too_busy = _why_too_busy(runs)
     if flags.get("json"):
         measured = {"device": device_name(), "versions": versions(), "runs": [asdict(run) for run in runs]}
         LastingConsole().show_json(measured | {"too_busy": too_busy, "breakdown_ms": breakdown})
@@ -106,12 +105,14 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
         load_config,
         weight_dtype,
     )
+    from unsloth_pack.models import arch_spec_for
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.validate import check_backend
 
     name = flags.get("model_name", "demo")
     base = find_model(name)[0]
     config = load_config(base).get_text_config()
+    arch_spec_for(config.model_type)
     attn_backend = flags.get("attn_backend") or "auto"
     check_backend(attn_backend, config, weight_dtype(None), device_type())
     length = flags.get("max_seq_length") or min(2048, config.max_position_embeddings)
@@ -196,17 +197,12 @@ def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") 
     return runs
 
 
-def why_too_busy(runs: Iterable[Run]) -> str | None:
+def _why_too_busy(runs: Iterable[Run]) -> str | None:
     """Say why the figures do not compare, as other work held the machine meanwhile; None if none did."""
     for run in runs:
-        if run.figures is None:
-            continue
-        fastest, slowest = min(run.step_ms_by_round), max(run.step_ms_by_round)
+        fastest, slowest = (pick(run.step_ms_by_round, default=0.0) for pick in (min, max))
         if slowest > _SPREAD * fastest:
             return f"a step of {run.name} took {fastest:,.1f} ms in one round, {slowest:,.1f} ms in another"
-        share = run.figures.core_share
-        if share is not None and share < _CORE_SHARE:
-            return f"{run.name} had a core for {share:.0%} of the time of its steps"
     return None
 
 

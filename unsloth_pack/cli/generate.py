@@ -24,8 +24,8 @@ def run(arguments: Sequence[str]) -> int:
     With `--image`, which may be given several times, every prompt is asked about these images.
     """
     flags = _parser().parse(arguments)
-    if flags.get("prompt", "-").strip() == "":
-        raise InputError(f"prompt is {flags['prompt']!r}; give some text")
+    if not flags.get("prompt", "-").strip():
+        raise InputError("prompt is empty; give some text")
     prompts = [flags["prompt"]] if "prompt" in flags else (line.rstrip("\n") for line in sys.stdin)
     check_sources(flags)
 
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         model, tokenizer, encode_prompt = _load_with_images(name, files, options)
     else:
         model, tokenizer = FastLanguageModel.from_pretrained(name, **options)
-        encode_prompt = partial(encode, tokenizer, model_type=model.config.model_type)
+        encode_prompt = partial(encode, tokenizer)
     model = FastLanguageModel.for_inference(model)
     _answer(model, tokenizer, map(encode_prompt, filter(str.strip, prompts)), flags)
     return 0
@@ -88,12 +88,8 @@ def _open_image(file: str) -> "Image":
         raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str, model_type: str) -> "BatchEncoding":
+def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":
     """Encode a prompt without images."""
-    from unsloth_pack.images.tokens import IMAGE_TOKENS
-
-    if (tokens := IMAGE_TOKENS.get(model_type)) is not None:
-        _check_tokens(prompt, tokens, 0)
     if not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt")
     turns = [{"role": "user", "content": prompt}]
@@ -109,10 +105,15 @@ def encode_with_images(
     """Encode a prompt about images; without `<image>` in it, they come before the text."""
     from unsloth_pack.images.rows import MARK, with_parts
 
-    _check_tokens(prompt, tokens, len(images))
+    for token in tokens.texts:
+        if token in prompt:
+            raise InputError(f"the prompt holds {token}, a token of images; write {MARK}, and give --image")
+    text = prompt if MARK in prompt else MARK * len(images) + prompt
+    if (marks := text.count(MARK)) != len(images):
+        problem = f"the prompt holds {marks} times {MARK}, and --image is given {len(images)} times"
+        raise InputError(f"{problem}; give one for each")
     if not processor.chat_template:
         raise InputError("the model has no chat template, which puts images into a prompt; leave out --image")
-    text = prompt if MARK in prompt else MARK * len(images) + prompt
     (turn,) = with_parts([{"role": "user", "content": text}])
     waiting = iter(images)
     turn["content"] = [
@@ -122,20 +123,6 @@ def encode_with_images(
         [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     return cast("BatchEncoding", inputs)
-
-
-def _check_tokens(prompt: str, tokens: "ImageTokens", n_images: int) -> None:
-    """Refuse the model's own image tokens, and another number of `<image>` than of images."""
-    from unsloth_pack.images.rows import MARK
-
-    for token in tokens.texts:
-        if token in prompt:
-            raise InputError(f"the prompt holds {token}, a token of images; write {MARK}, and give --image")
-    marks = prompt.count(MARK)
-    if marks and marks != n_images:
-        raise InputError(
-            f"the prompt holds {marks} times {MARK}, and --image is given {n_images} times; give one for each"
-        )
 
 
 def _answer(
@@ -152,20 +139,17 @@ def _answer(
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     # A model's own generation config may ask for what cannot be streamed
     streamed = {"num_beams": 1, "num_return_sequences": 1, "output_attentions": False, "tokenizer": tokenizer}
-    pads = tokenizer.pad_token_id is not None
     for each in encoded:
         inputs = each.to(model.device)
         n_tokens = inputs["input_ids"].shape[1]
         if n_tokens + new_tokens > n_positions:
-            raise InputError(
-                f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}, but the model has "
-                f"{n_positions} positions; shorten it, or lower --max_new_tokens"
-            )
+            asked = f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}"
+            raise InputError(f"{asked}, but the model has {n_positions} positions; lower it")
         model.generate(
             **inputs,
             **sampling,
             **streamed,
             max_new_tokens=new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=tokenizer.pad_token_id if pads else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
         )

@@ -1,5 +1,6 @@
 """`unsloth-pack recipe`: the config files that come with the package."""
 
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -27,8 +28,6 @@ def run(arguments: Sequence[str]) -> int:
     if action not in ACTIONS:
         raise InputError(f"recipe has no action {action!r}; use one of {', '.join(ACTIONS)}")
     if action == "list":
-        if name is not None:
-            raise InputError(f"recipe list takes no name and is given {name!r}; give it to show or copy")
         width = max(map(len, recipe_names()))
         print(*(f"{each:{width}}  {summary_of(each)}" for each in recipe_names()), sep="\n")
     elif name is None:
@@ -89,24 +88,13 @@ def _copy(name: str, target: Path) -> list[Path]:
         bases = yaml.safe_load(recipe_text(each)).get(BASE, [])
         names += [bases] if isinstance(bases, str) else bases
     paths = [target if is_file else folder / names[0], *(folder / each for each in names[1:])]
-    if paths[0] in paths[1:]:
-        raise InputError(f"{str(paths[0])!r} is a file that the recipe builds on; give another name")
     texts = dict(zip(paths, map(recipe_text, names), strict=True))
-    try:
-        new = [path for path, text in texts.items() if not _holds(path, text)]
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in new:
-            with path.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(texts[path])
-    except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot hold the recipe ({error}); give another folder") from None
+    if len(texts) < len(paths):
+        raise InputError(f"{str(target)!r} is a file that the recipe builds on; give another name")
+    for path, text in texts.items():
+        if os.path.lexists(path) and not (path.is_file() and path.read_text(encoding="utf-8") == text):
+            raise InputError(f"{str(path)!r} is there already; give another folder, or move it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8", newline="\n")
     return paths
-
-
-def _holds(path: Path, text: str) -> bool:
-    """Return whether a file holds this text; refuse if it holds another."""
-    if not path.exists() and not path.is_symlink():
-        return False
-    if path.is_file() and path.read_bytes() == text.encode():
-        return True
-    raise InputError(f"{str(path)!r} is there already; give another folder, or move it")

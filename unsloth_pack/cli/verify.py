@@ -1,9 +1,7 @@
 """`unsloth-pack verify`: does this model keep the documents of a packed row apart?"""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
-_SILENCE = 10  # seconds without a line, where the output is no terminal
 _LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8")
 
 
@@ -32,6 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = _parser().parse(arguments)
     check_sources(flags)
 
+    from rich.console import Console
+
     from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.cli import quieten
     from unsloth_pack.report.terminal import LastingConsole
@@ -43,8 +42,14 @@ def run(arguments: Sequence[str]) -> int:
     room = flags.get("max_seq_length") or min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
     model, tokenizer = _load_model(flags, room, seed)
     documents = _documents(flags, tokenizer, room) if "dataset" in flags else None
-    with _shown_steps() as progress:
-        report = verify(model, documents=documents, max_seq_length=room, seed=seed, progress=progress)
+    with Console(stderr=True).status("verifying") as status:
+        report = verify(
+            model,
+            documents=documents,
+            max_seq_length=room,
+            seed=seed,
+            progress=lambda step: status.update(f"verifying: {step}"),
+        )
     console = LastingConsole()
     if flags.get("json"):
         values = {"passed": report.passed, **asdict(report)}
@@ -74,28 +79,6 @@ def _parser() -> Parser:
     parser.add_option("seed", "seed of the random tokens and of the adapter (default: 3407)")
     parser.add_switch("--json", "print JSON")
     return parser
-
-
-@contextmanager
-def _shown_steps() -> Iterator[Callable[[str], None]]:
-    """Show steps on a terminal, else print one now and then; name the step that is interrupted."""
-    from rich.console import Console
-
-    console, present, shown_at = Console(stderr=True), "the first step", time.monotonic()
-
-    def show(step: str) -> None:
-        nonlocal present, shown_at
-        present = step
-        status.update(f"verifying: {step}")
-        if not console.is_terminal and time.monotonic() > shown_at + _SILENCE:
-            console.print(f"verifying: {step}", highlight=False)
-            shown_at = time.monotonic()
-
-    with console.status("verifying") as status:
-        try:
-            yield show
-        except KeyboardInterrupt as error:
-            raise type(error)(f"interrupted in {present}; there is no verdict yet") from None
 
 
 def _load_model(
