@@ -219,11 +219,10 @@ def test_broken_file(tmp_path, name, content, parts):
 
 
 def test_unreadable_folders(tmp_path):
-    assert "no .json, .jsonl, .csv, .parquet, .txt file in this folder" in error_of(tmp_path)
+    assert "no data files are found (" in error_of(tmp_path)
     write(tmp_path / "mixed" / "a.jsonl", jsonl(ROWS))
     write(tmp_path / "mixed" / "b.csv", "a,b\n1,2\n")
-    message = error_of(tmp_path / "mixed")
-    assert "files of several formats (a.jsonl, b.csv); keep one format a folder" in message
+    assert "b.csv: in no split, beside files of train; " in error_of(tmp_path / "mixed")
     write(tmp_path / "columns" / "a.jsonl", jsonl(ROWS))
     write(tmp_path / "columns" / "b.jsonl", jsonl([{"text": "b"}]))
     message = error_of(tmp_path / "columns")
@@ -240,7 +239,7 @@ def test_a_folder_of_compressed_files(tmp_path):
     assert list(load_rows(str(tmp_path))) == ROWS
     assert list(load_rows(str(tmp_path), "test")) == ROWS[:1]
     write(tmp_path / "s2.jsonl.zip", b"PK")
-    assert "s2.jsonl.zip: files in .zip are not read, only in .gz, .zst, .xz, .bz2" in error_of(tmp_path)
+    assert "s2.jsonl.zip: unknown suffix '.zip'" in error_of(tmp_path)
 
 
 def test_import_is_cheap():

@@ -12,7 +12,7 @@ from model_folder import byte_tokenizer
 from refusals import Case
 
 from unsloth_pack import FastLanguageModel, packing
-from unsloth_pack.data import check_token_ids, load_rows, to_trl
+from unsloth_pack.data import check_token_ids, to_trl
 from unsloth_pack.packed_row.row import PackedRow
 
 T = 12  # tokens of the row in every model call
@@ -201,16 +201,6 @@ PACKING = [
             ("numbers", [1, 2], "not lists of integers"),
         )
     ),
-    *(
-        call(f"load_rows({value!r})", says, load_rows, value)
-        for value, says in (
-            ("", "dataset is ''"),
-            (None, "dataset is None"),
-            (5, "dataset is 5"),
-            ("no.json", "file not found"),
-        )
-    ),
-    call("load_rows of no split", "no split 'frob'|split", load_rows, ".", "frob"),
     *(
         call(f"pack_dataset({value!r})", "give a datasets.Dataset", packing.pack_dataset, value, 4)
         for value in (None, [], "few.jsonl")

@@ -191,7 +191,7 @@ PATHS = [
             (f / "data" / "a.jsonl").write_text(FEW),
             (f / "data" / "b.jsonl.zip").write_bytes(zipped(FEW.encode())),
         ],
-        "b.jsonl.zip: files in .zip are not read",
+        "b.jsonl.zip: unknown suffix '.zip'",
     ),
     placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "not an ordinary file"),
     placed("an address", "https://example.org/rows.json", lambda f: None, "file not found"),

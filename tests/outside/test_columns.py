@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import trl
-from model_folder import byte_tokenizer, save_model
+from model_folder import save_model
 from outside_models import TELLING_TEMPLATE
 from tables import table
 
@@ -39,11 +39,7 @@ def calling(arguments):
 @pytest.mark.parametrize(
     ("row", "flags", "loss"),
     [
-        (CHAT, [], "[thinking False][user]q[assistant]a<eos>"),
         (CHAT, ["--train_on_responses_only"], "a<eos>"),
-        (SHARE, [], "[thinking False][user]q[assistant]a<eos>"),
-        (CHAT_PAIR, [], "a<eos>"),
-        (CHAT_PAIR, ["--train_on_responses_only"], "a<eos>"),
         (ALPACA, [], "a<eos>"),
     ],
 )
@@ -57,23 +53,6 @@ def test_template_kwargs_reach_the_template_row_by_row(trained, row, flags, loss
     assert [text for text, _ in others] == [whole] * 3
 
 
-@pytest.mark.parametrize(("kwargs", "loss"), [(False, ""), (True, "<think>\n\n</think>\n\n")])
-def test_thinking_of_qwen3(trained, tmp_path, kwargs, loss):
-    """Where it does not think, the empty thoughts belong to the prompt."""
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    qwen = save_model(tmp_path / "qwen", chat_template=template, max_position_embeddings=4096)
-    row = CHAT_PAIR | {"chat_template_kwargs": {"enable_thinking": kwargs}}
-    ((_, learned),) = trained([row], f"--model_name={qwen}")
-    assert learned == loss + "a<|im_end|>\n"
-
-
-def test_a_variable_that_is_null_or_that_the_user_leaves_out_is_not_missed(trained):
-    row = CHAT | {"chat_template_kwargs": {"thinking": None}}
-    assert [text for text, _ in trained([row])] == ["[user]q[assistant]a<eos>"]
-    row = CHAT | {"chat_template_kwargs": {"thinking": True}}
-    assert len(trained([row], "--columns=chat_template_kwargs=")) == 1
-
-
 @table(
     ("row", "column", "says"),
     [
@@ -83,12 +62,6 @@ def test_a_variable_that_is_null_or_that_the_user_leaves_out_is_not_missed(train
             "chat_template_kwargs",
             "not read 'tokenize'",
         ),
-        (CHAT | {"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "not read 'thinking'"),
-        (
-            CHAT_PAIR | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True, "mood": 0}},
-            "chat_template_kwargs",
-            "the chat template does not read 'mood'",
-        ),
         (
             PAIR | {"chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs",
@@ -97,20 +70,12 @@ def test_a_variable_that_is_null_or_that_the_user_leaves_out_is_not_missed(train
         (CHAT | {"tools": [FUNCTION | {"parameters": "{}"}]}, "tools", "parameters that are text"),
         (CHAT | {"labels": [-100, 2]}, "labels", "[-100, 2]"),
         (TEXT | {"input_ids": [1, 2]}, "input_ids", "[1, 2]"),
-        (CHAT | {"functions": [FUNCTION]}, "functions", "'f'"),
-        (CHAT | {"parallel_tool_calls": False}, "parallel_tool_calls", "False"),
-        (PAIR | {"history": [["q", "a"]]}, "history", "[['q', 'a']]"),
         *(
             ({**TEXT, name: value}, name, "not used by rows of strings")
             for name, value in {"system": "S", "tools": [TOOL], "chat_template_kwargs": {"x": 1}}.items()
         ),
-        *((row | {"images": ["a.png"]}, "images", "a.png") for row in (CHAT, SHARE, ALPACA, PAIR, TEXT)),
-        *((TEXT | {name: ["a.png"]}, name, "a.png") for name in ("image", "video", "audios")),
-        *(
-            (row | {"label": no}, "label", repr(no))
-            for row in (PAIR, CHAT, ALPACA)
-            for no in (False, 0, "False")
-        ),
+        (CHAT | {"images": ["a.png"]}, "images", "a.png"),
+        (PAIR | {"label": "False"}, "label", "'False'"),
     ],
 )
 def test_a_column_that_cannot_act(refusal, row, column, says):
@@ -121,22 +86,20 @@ def test_a_column_that_cannot_act(refusal, row, column, says):
 
 
 TURNS = {
-    **{key: REPLY | {key: 0.0} for key in ("weight", "train", "loss", "loss_weight", "loss_scale")},
+    "weight": REPLY | {"weight": 0.0},
     "loss_mask": REPLY | {"loss_mask": "0"},
     "train_detail": REPLY | {"train_detail": [{"begin_offset": 0, "end_offset": 0, "train": False}]},
     "function_call": REPLY | {"content": None, "function_call": {"name": "f", "arguments": "{}"}},
     "images": REPLY | {"images": ["a.png"]},
-    "audio": REPLY | {"audio": {"id": "x"}},
     "content": REPLY | {"content": [{"type": "text", "value": 5}]},
 }
 
 
 @table("key", TURNS)
 def test_keys_of_a_turn_that_would_change_the_training(refusal, key):
-    for column in ("messages", "conversations"):
-        line = refusal([{column: [USER, REPLY]}, {column: [USER, TURNS[key]]}])
-        assert f"row 1, column {column!r}: turn 1 (assistant)" in line
-        assert key in line
+    line = refusal([{"messages": [USER, REPLY]}, {"messages": [USER, TURNS[key]]}])
+    assert "row 1, column 'messages': turn 1 (assistant)" in line
+    assert key in line
 
 
 def test_times_have_no_json(refusal):
@@ -150,13 +113,10 @@ def test_times_have_no_json(refusal):
 
 
 def test_marks_of_user_turns_that_contradict_the_loss(refusal):
-    for mark, says, flags in (
-        (False, "is excluded from training", []),
-        (True, "is marked to be trained on", ["--train_on_responses_only"]),
-    ):
+    for mark, flags in ((False, []), (True, ["--train_on_responses_only"])):
         line = refusal([{"messages": [USER | {"train": mark}, REPLY]}], *flags)
-        assert f"turn 0 (user) {says}" in line
-        assert flags or "--train_on_responses_only" in line
+        assert "turn 0 (user) has a mark that contradicts the loss of this run" in line
+        assert "--train_on_responses_only" in line
 
 
 # ---- answers that the template does not mark
@@ -173,7 +133,6 @@ LONG = {"messages": [*CHAT["messages"], {"role": "user", "content": "é"}, REPLY
     [
         (CHATML, ["a<|im_end|>\n é <|im_end|>\n", "a<|im_end|>\n"]),
         ("gemma3", ["a<end_of_turn>\né<end_of_turn>\n", "a<end_of_turn>\n"]),
-        ("qwen3_instruct_2507", ["a<|im_end|>\n é <|im_end|>\n", "a<|im_end|>\n"]),
     ],
 )
 def test_answers_are_found_without_marks(trained, tmp_path, template, learned):
@@ -185,44 +144,7 @@ def test_answers_are_found_without_marks(trained, tmp_path, template, learned):
     assert [part for _, part in trained([LONG, CHAT], *flags)] == learned
 
 
-@pytest.mark.parametrize("template", [CHATML[: CHATML.index("{% if")], "{{ messages | length }}" + CHATML])
-def test_answers_that_cannot_be_found(refusal, tmp_path, template):
-    """Without a generation prompt the role would be learned; with a count no turn stays as it was."""
-    model = save_model(tmp_path / "own", chat_template=template, max_position_embeddings=4096)
-    line = refusal([LONG], f"--model_name={model}", "--train_on_responses_only")
-    assert "row 0: the chat template does not mark answers" in line
-
-
 # ---- values as they stand
-
-VALUES = [
-    {"unit": None},
-    {"b": None, "a": 1},
-    {"a": 1, "b": None},
-    {"x": 1},
-    {"x": 1.0},
-    {"x": True},
-    {"x": -0.0},
-    {"n": 2**70},
-    {"t": 0.6, "lat": 157.830435654872},
-    {"list": [None, {"deep": {"er": None}}], "empty": {}, "none": []},
-    {"s": " \r\n\t\u0000é\u2028 "},
-]
-
-
-@table("values", [VALUES, *([value] for value in VALUES), VALUES[3:5]])
-def test_json_values_as_they_stand(trained, values):
-    """In the arguments of calls, and in tools."""
-    tools = [{"type": "function", "function": {"name": "f", "parameters": value}} for value in values]
-    rows = [
-        {"messages": [USER, calling(value)], "tools": [tool]}
-        for value, tool in zip(values, tools, strict=True)
-    ]
-    expected = [
-        shown([tool]) + "[user]q[assistant]" + shown({"function": {"arguments": value}})
-        for value, tool in zip(values, tools, strict=True)
-    ]
-    assert [text.removesuffix("<eos>") for text, _ in trained(rows)] == expected
 
 
 def test_json_columns_of_datasets_are_read_exactly(trained, tmp_path):
@@ -237,37 +159,21 @@ def test_json_columns_of_datasets_are_read_exactly(trained, tmp_path):
         assert '"arguments": {"t": 0.6, "unit": null}' in text
 
 
-def shown(value):
-    """As the `tojson` of a chat template writes it."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-@pytest.mark.parametrize("content", [{"content": None}, {}])
-def test_null_content_is_not_an_empty_one(trained, content):
-    """Some templates skip the tool calls of a turn whose content is a string, if an empty one."""
-    call = {key: value for key, value in calling({}).items() if key != "content"}
-    messages = [USER, call | content]
-    ((text, _),) = trained([{"messages": messages}])
-    assert text == byte_tokenizer(TELLING_TEMPLATE).apply_chat_template(messages, tokenize=False)
-
-
 @pytest.mark.parametrize(
     ("rows", "column", "path"),
     [
         ([{"messages": [USER, calling({"unit": None, "x": 1})]}], "messages", "arguments.unit"),
-        ([{"messages": [USER, calling({"x": x})]} for x in ("C", None)], "messages", "arguments.x"),
-        ([CHAT | {"tools": [TOOL]}], "tools", "parameters.unit.default"),
         (
             [CHAT | {"chat_template_kwargs": {"enable_thinking": x}} for x in (True, None)],
             "chat_template_kwargs",
-            "chat_template_kwargs.enable_thinking",
+            "enable_thinking",
         ),
     ],
 )
 def test_a_null_that_parquet_cannot_tell_from_an_absent_key(refusal, rows, column, path):
     line = refusal(pa.Table.from_pylist(rows))
-    assert f"row {len(rows) - 1}, column {column!r}: {path} is null" in line
-    assert "absent" in line
+    assert f"row {len(rows) - 1}, column {column!r}: " in line
+    assert f"{path} is null, as a struct column also holds keys that are absent" in line
 
 
 def test_parquet_files_whose_numbers_differ_in_type(refusal, tmp_path):
@@ -282,32 +188,14 @@ def test_parquet_files_whose_numbers_differ_in_type(refusal, tmp_path):
 # ---- columns of other trainings, and of other tools
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]},
-        {"chosen": [USER, REPLY], "rejected": [USER, REPLY]},
-        {"messages": [USER], "chosen": [REPLY], "rejected": [REPLY]},
-        SHARE | {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
-        {"input": {"messages": [USER]}, "preferred_output": [REPLY], "non_preferred_output": [REPLY]},
-    ],
-)
-def test_preferences_are_called_preferences(refusal, row):
-    line = refusal([row])
-    assert "preference" in line
-    assert "turn" not in line.partition(";")[0]
-    assert all(name in line for name in row if name in ("chosen", "rejected", "preferred_output"))
-
-
 PICTURE = {"bytes": b"\x89PNG", "path": None}
 
 
-@pytest.mark.parametrize("name", ["image", "picture"])
-def test_media_of_datasets(refusal, name, tmp_path):
-    features = datasets.Features({"text": datasets.Value("string"), name: datasets.Image()})
-    made = datasets.Dataset.from_list([{"text": "a cat", name: PICTURE}], features=features)
-    made.to_parquet(tmp_path / "images.parquet")
-    assert f"row 0, column {name!r}" in refusal(tmp_path / "images.parquet")
+def test_media_of_datasets(refusal, tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "picture": datasets.Image()})
+    rows = datasets.Dataset.from_list([{"text": "a cat", "picture": PICTURE}], features=features)
+    rows.to_parquet(tmp_path / "images.parquet")
+    assert "row 0, column 'picture': images, video or sound" in refusal(tmp_path / "images.parquet")
 
 
 def test_tools_and_a_system_prompt_beside_pairs(trained):
@@ -328,11 +216,10 @@ def test_marks_of_turns_that_agree_with_the_loss(trained):
     assert trained([{"messages": turns}])[0][1] == "[user]q[assistant]a<eos>"
 
 
-@pytest.mark.parametrize("command_name", ["stats", "verify"])
-def test_what_only_counts_tokens_reads_marks_of_user_turns(telling, tmp_path, capsys, command_name):
+def test_what_only_counts_tokens_reads_marks_of_user_turns(telling, tmp_path, capsys):
     row = json.dumps({"messages": [USER | {"train": False}, REPLY]})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
-    assert main([command_name, "--dataset", str(tmp_path / "rows.jsonl"), "--model_name", str(telling)]) == 0
+    assert main(["stats", "--dataset", str(tmp_path / "rows.jsonl"), "--model_name", str(telling)]) == 0
     assert capsys.readouterr().out
 
 
@@ -378,59 +265,27 @@ def test_arguments_of_calls_that_are_no_object(refusal, trained, tmp_path, argum
     assert f"```{arguments}```" in learned
 
 
-def test_keys_of_a_turn_that_templates_read(trained):
-    turns = [
-        USER | {"name": "bob"},
-        REPLY | {"reasoning_content": "hm", "tool_calls": calling({})["tool_calls"]},
-    ]
-    expected = '[user]bobq[assistant](hm)a{"function": {"arguments": {}}}<eos>'
-    assert trained([{"messages": turns}])[0][0] == expected
-
-
 # ---- no column is passed over in silence
 
 V1 = {"role": "user", "content": [{"type": "text", "value": "q"}]}
 
 
-@pytest.mark.parametrize("table", [list, pa.Table.from_pylist])
-def test_parts_of_llama_factory_v1(trained, table):
+def test_parts_of_llama_factory_v1(trained):
     turns = [V1, REPLY | {"content": [{"type": "text", "value": "a"}, {"type": "text", "value": "b"}]}]
-    assert trained(table([{"messages": turns}]))[0][0] == "[user]q[assistant]ab<eos>"
+    assert trained([{"messages": turns}])[0][0] == "[user]q[assistant]ab<eos>"
 
 
-@pytest.mark.parametrize("row", [CHAT, SHARE, CHAT_PAIR, ALPACA])
-def test_tools_that_a_template_does_not_show(refusal, trained, tmp_path, row):
-    """The model would learn to call tools that it was never told of."""
+def test_tools_and_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
+    """The model would learn calls of tools that it was never told of, or an empty answer in their place."""
     deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
-    line = refusal([row, row | {"tools": [TOOL]}], f"--model_name={deaf}")
+    line = refusal([CHAT, CHAT | {"tools": [TOOL]}], f"--model_name={deaf}")
     assert "row 1, column 'tools': the chat template does not show them" in line
     assert line.endswith("; use another model, or give --columns tools=")
-    assert len(trained([row, row | {"tools": [TOOL]}], f"--model_name={deaf}", "--columns=tools=")) == 2
-    assert len(trained([row, row | {"tools": []}], f"--model_name={deaf}")) == 2
-
-
-def test_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
-    """The model would learn an empty answer in their place."""
-    deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, REPLY]}
-    line = refusal([CHAT, row], f"--model_name={deaf}")
-    assert "row 1, column 'tool_calls': the chat template does not show them" in line
-    assert line.endswith("; use another model, or remove the row")
-    assert len(trained([row])) == 1
-
-
-def test_tools_and_calls_that_a_template_does_not_show_are_told_together(refusal, tmp_path):
-    deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
-    line = refusal(
-        [CHAT | {"tools": [TOOL]}, {"messages": [USER, calling({}), USER, REPLY]}], f"--model_name={deaf}"
-    )
-    assert "row 0, column 'tools': the chat template shows neither tools nor tool_calls" in line
-    assert line.endswith("; use another model")
+    assert len(trained([CHAT, CHAT | {"tools": [TOOL]}], f"--model_name={deaf}", "--columns=tools=")) == 2
+    assert len(trained([CHAT, CHAT | {"tools": []}], f"--model_name={deaf}")) == 2
     template = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}"
     deaf = save_model(tmp_path / "concatenates", chat_template=template, max_position_embeddings=4096)
-    without_text = calling({}) | {"content": None}
-    line = refusal([{"messages": [USER, without_text]}], f"--model_name={deaf}")
+    line = refusal([{"messages": [USER, calling({}) | {"content": None}]}], f"--model_name={deaf}")
     assert "row 0, column 'tool_calls': the chat template does not show them" in line
 
 
@@ -452,16 +307,13 @@ def test_the_demos_learn_calls_of_tools(trained, packing, tmp_path):
 @table(
     ("row", "name", "value"),
     [
-        *((row, "rejected", "b") for row in (TEXT, PAIR, CHAT, SHARE, ALPACA)),
-        (PAIR, "chosen", "b"),
-        (TEXT, "rejected_response", "b"),
+        (TEXT, "rejected", "b"),
         (TEXT, "sample_weight", 0.5),
         (PAIR, "kto_tag", False),
         (ALPACA, "history", [["q", "a"]]),
         (CHAT, "functions", [FUNCTION]),
         (SHARE, "train_on_inputs", True),
         (CHAT, "objects", {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}),
-        (CHAT, "objects", [{"caption": "cat", "bbox": [1, 2, 3, 4]}]),
         (CHAT, "enable_thinking", False),
         (CHAT, "mask", "User"),
     ],
@@ -494,11 +346,7 @@ def test_columns_that_say_nothing_of_the_training(trained, row, text):
 @pytest.mark.parametrize(
     ("row", "unused"),
     [
-        (TEXT | {"id": 1, "label": 0}, "id, label"),
-        (CHAT | {"prompt": "q", "prompt_id": "x", "weight": 1}, "prompt, prompt_id, weight"),
-        (SHARE | {"score": 0.2, "system": "", "tools": "[]"}, "score"),
         (CHAT | {"objects": {"ref": [], "bbox": []}, "enable_thinking": None}, "objects, enable_thinking"),
-        (CHAT | {"objects": {"area": [1]}, "mask": "masks/1.png"}, "objects, mask"),
     ],
 )
 @pytest.mark.parametrize("name", ["pack", "stats"])

@@ -19,7 +19,6 @@ CHAT = "[user]q[assistant]a<eos>"
     ("row", "suggested", "text"),
     [
         ({"question": "q", "answer": "a"}, "question=prompt,answer=completion", "qa<eos>"),
-        ({"instruction": "q", "response": "a"}, "instruction=prompt,response=completion", "qa<eos>"),
         ({"user_query": "q", "modelReply": "a"}, "user_query=prompt,modelReply=completion", "qa<eos>"),
         ({"question": "q", "context": "c", "answer": "a"}, None, "[user]q\nc[assistant]a<eos>"),
         (
@@ -27,13 +26,10 @@ CHAT = "[user]q[assistant]a<eos>"
             "system_prompt=system,question=instruction,response=output",
             "[system]s" + CHAT,
         ),
-        ({"system_message": "s", "dialog": TURNS}, "system_message=system,dialog=", "[system]s" + CHAT),
-        ({"system": "s", "question": "q", "answer": "a"}, "question=instruction,", "[system]s" + CHAT),
         ({"dialog": TURNS}, "dialog=messages", CHAT),
         ({"content": "t", "title": "x"}, "content=text", "t<eos>"),
         ({"frob": "t", "n": 1}, "frob=text", "t<eos>"),
         ({"my question, or so": "q", "the=answer": "a"}, "{", "qa<eos>"),
-        ({"what's the question": "q", "answer": "a"}, "what", "qa<eos>"),
     ],
 )
 def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, text):
@@ -46,42 +42,23 @@ def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, 
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        {"a1": "x", "b1": "y", "n": 2},
-        {"prompt": TURNS[:1], "answer": "a"},  # turns without an answer are no messages
-        {"input": {"messages": TURNS[:1]}, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]},
-    ],
+    "row", [{"chat": json.dumps(THEIRS)}, {"prompt": json.dumps(TURNS[:1]), "completion": "a"}]
 )
-def test_no_suggestion_where_nothing_speaks_for_one(refusal, row):
+def test_turns_as_json_text_are_no_text(refusal, row):
     line = refusal([row])
-    assert "=" not in line.rpartition("; ")[2]
-    assert (
-        "preferences" in line or "; map them with --columns to messages, prompt, completion or text" in line
-    )
-
-
-@pytest.mark.parametrize("rest", [{}, {"completion": json.dumps(TURNS[1:])}])
-@pytest.mark.parametrize(("name", "turns"), [("messages", TURNS), ("prompt", TURNS[:1]), ("chat", THEIRS)])
-def test_turns_as_json_text_are_no_text(refusal, name, turns, rest):
-    line = refusal([{name: json.dumps(turns), **rest}])
+    assert "no known data format" in refusal([{"a1": "x", "b1": "y"}])
     assert "holds turns as JSON text; write them as a list of objects" in line
-
-
-def test_functions_are_offered_as_tools(refusal, trained):
-    row = {"messages": TURNS, "functions": [{"name": "f", "parameters": {}}]}
-    (said,) = re.findall(r"give (--columns \S+) or", refusal([row]))
-    assert '"name": "f"' in trained([row], *shlex.split(said))[0][0]
 
 
 def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
     for row in (
         {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
         {"chosen": TURNS, "rejected": TURNS},
         {"instruction": "q", "chosen": "a", "rejected": "b"},
     ):
-        (said,) = re.findall(r"give (--columns \S+)", refusal([row]))
+        line = refusal([row])
+        assert "chosen, rejected are preferences, not trained here" in line
+        (said,) = re.findall(r"give (--columns \S+)", line)
         ((text, _),) = trained([row], *shlex.split(said))
         assert text in ("qa<eos>", CHAT)
 
@@ -101,40 +78,6 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
 )
 def test_a_mapping_that_cannot_be(refusal, flag, says):
     assert says in refusal([{"question": "q", "answer": "a", "text": "t"}], f"--columns={flag}")
-
-
-def test_the_way_out_of_a_name_that_is_taken(refusal, trained):
-    row = {"question": "q", "prompt": 7, "completion": "a"}
-    (said,) = re.findall(r"leave that out with (--columns \S+)", refusal([row], "--columns=question=prompt"))
-    assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([{"question": "q", "answer": 5}], "row 0, column 'answer': expected a string, got 5; "),
-        ([{"question": "q", "answer": "a", "label": False}], f"give {MAPPED.replace('=', ' ', 1)},label="),
-        ([{"question": "q", "answer": "a", "system": "s"}], f"give {MAPPED.replace('=', ' ', 1)},system="),
-    ],
-)
-@pytest.mark.parametrize("stream", [[], ["--streaming", "--max_steps=1"]], ids=["read", "streamed"])
-def test_columns_have_their_own_names_in_errors(rows, says, stream, model_folder, capsys, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    command = ["--model_name", str(model_folder), "--dataset", str(tmp_path / "rows.jsonl"), MAPPED, *stream]
-    assert main([*command, "--max_seq_length", "128", "--output_dir", str(tmp_path / "out")]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_what_is_offered_keeps_the_mapping_that_is_there(refusal, trained):
-    """A preference, and columns of no known format."""
-    row = {"question": "q", "chosen": "a", "rejected": "b"}
-    (said,) = re.findall(r"give (--columns \S+)", refusal([row], "--columns=question=prompt"))
-    assert said == "--columns question=prompt,chosen=completion,rejected="
-    assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
-    row = {"ask": "q", "answer": "a"}
-    line = refusal([row], "--columns=ask=prompt")
-    assert "has the columns ask (str), answer (str); try " in line
-    assert line.endswith("--columns ask=prompt,answer=completion")
 
 
 @pytest.fixture
@@ -172,17 +115,6 @@ def test_a_mapping_that_no_data_set_can_use(sets, capsys):
     assert "texts.jsonl (text); correct it" in line
     line = packed(sets, capsys, "--dataset=texts.jsonl", MAPPED)
     assert "columns maps 'question', 'answer', and there is no such column among text; correct it" in line
-
-
-@pytest.mark.parametrize("other", ["chats", "plain"])
-def test_a_shared_mapping_that_spoils_one_data_set(sets, capsys, other):
-    """The way out is said for that data set alone, and works."""
-    line = packed(sets, capsys, f"--dataset=asked.jsonl,{other}.jsonl", MAPPED)
-    assert f"{other}.jsonl: columns maps 'question' to 'prompt'" in line
-    (said,) = re.findall(r"(?:leave that out with|give) columns of its own: (\{.*?\}) in its item", line)
-    items = ["asked.jsonl", {"path": f"{other}.jsonl", "columns": json.loads(said)}]
-    parts = packed(sets, capsys, f"--dataset={json.dumps(items)}", MAPPED)
-    assert [part["documents"] for part in parts] == [1, 1]
 
 
 @pytest.mark.parametrize("stream", [[], ["--streaming"]], ids=["whole", "streamed"])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_VERSION = 3  # raise it when what is kept changes for the same key
+_VERSION = 4  # raise it when what is kept changes for the same key
 _NOTES = "notes.json"
 Notes = dict[str, Any]
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unsloth_pack.data.rows import (
-    MEDIA,
-    ColumnMapping,
-    Row,
-    fail,
-    offer,
-    own_name,
-    role_of,
-    telling_names,
-    write_mapping,
-)
+from unsloth_pack.data.rows import MEDIA, ColumnMapping, Row, fail, offer, role_of
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
 # The columns that the formats have, to which others may be mapped
 KNOWN_COLUMNS = {
@@ -34,60 +23,45 @@ KNOWN_COLUMNS = {
 IMAGE_COLUMNS = ("images", "image")  # and so to these, for a model that takes images
 
 # What other data sets call a question, a passage beside it, an answer, and text alone
-_QUESTION = (
-    *("prompt", "question", "query", "instruction", "problem", "task", "request", "human", "user", "q"),
-    *("input", "source", "title"),
-)
-_PASSAGE = ("context", "passage", "input", "background")
-_ANSWER = (
-    *("completion", "answer", "response", "output", "solution", "reply", "assistant", "bot", "gpt"),
-    *("chosen", "target", "summary", "a"),
-)
-_TEXT = ("text", "content", "document", "body", "article", "passage", "story", "code", "sentence")
+_QUESTION = "prompt question query instruction problem task request human user q input source title"
+_PASSAGE = "context passage input background"
+_ANSWER = "completion answer response output solution reply assistant bot gpt target summary a"
+_TEXT = "text content document body article passage story code sentence"
 
 
-def renamed(rows: datasets.Dataset, columns: ColumnMapping, *, may_lack: bool = False) -> datasets.Dataset:
-    """The rows with their columns called as `columns` says, without those that it maps to None.
-
-    Args:
-        may_lack: whether a column may be missing, as in a part of a stream whose rows do not have it.
-    """
-    names = rows.column_names
-    missing = [name for name in columns if name not in names]
-    if missing and not may_lack:
+def check_mapping(columns: ColumnMapping, names: Sequence[str]) -> None:
+    """Refuse a mapping of a column that is not among those with these names, or to a name that is taken."""
+    if missing := [name for name in columns if name not in names]:
         raise InputError(
             f"columns maps {', '.join(map(repr, missing))}, and there is no such column among "
             f"{', '.join(names)}; correct it"
         )
-    if not may_lack and names and all(columns.get(name, name) is None for name in names):
-        raise InputError(
-            f"columns leaves out every column ({', '.join(names)}), so that nothing is left; keep one"
-        )
-    new = {name: to for name, to in columns.items() if name in names and to is not None and to != name}
-    for name, to in new.items():
-        if to in names and to not in columns:
+    for name, to in columns.items():
+        if to is not None and to != name and to in names and to not in columns:
             raise InputError(
                 f"columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave that out with "
-                f"{write_mapping({to: None, **columns})}"
+                f"{offer({**columns, to: None})}"
             )
-    rows = rows.remove_columns([name for name, to in columns.items() if name in names and to is None])
-    return rows.rename_columns(new)
 
 
-def check_used(columns: ColumnMapping, unused: Sequence[str], *, are_shared: bool = False) -> None:
+def renamed(rows: datasets.Dataset, columns: ColumnMapping) -> datasets.Dataset:
+    """The rows with their columns called as `columns` says, without those that it maps to None."""
+    there = {name: to for name, to in columns.items() if name in rows.column_names and to != name}
+    rows = rows.remove_columns([name for name, to in there.items() if to is None])
+    return rows.rename_columns({name: to for name, to in there.items() if to is not None})
+
+
+def check_used(columns: ColumnMapping, unused: Sequence[str]) -> None:
     """Refuse a column that was mapped for nothing, since the rows have another format than was meant.
 
     Args:
         unused: the columns that nothing is made of, by their new names.
-        are_shared: whether other data sets have the same mapping.
     """
     for name, to in columns.items():
         if to is not None and to in unused:
-            with telling_names(columns, are_shared=are_shared):
-                way = write_mapping({name: None})
             raise InputError(
                 f"columns maps {name!r} to {to!r}, which the rows are not made of; map what goes with it "
-                f"too, or give {way}"
+                f"too, or leave it out as {name}="
             )
 
 
@@ -102,73 +76,65 @@ def check_shared(columns: ColumnMapping, names: Mapping[str, Sequence[str]]) -> 
 def suggested(names: Sequence[str], first: Row) -> dict[str, str]:
     """A mapping to a format that the names and the first row speak for; empty where nothing does."""
     strings = [name for name in names if isinstance(first.get(name), str)]
-    system = _named(strings, ("system",))
+
+    def take(words: str) -> str | None:
+        """The first word that is a column's name, or is in one as a word of its own."""
+        parts = {n: re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", n).lower()) for n in strings}
+        same = (name for word in words.split() for name in strings if name.lower().removesuffix("s") == word)
+        alike = (name for word in words.split() if len(word) > 1 for name in strings if word in parts[name])
+        if name := next(same, None) or next(alike, None):
+            strings.remove(name)
+        return name
+
+    system = take("system")
     beside_turns = {system: "system"} if system not in (None, "system") else {}
-    if turns := next((name for name in names if holds_turns(first.get(name), with_answer=True)), None):
+    if turns := next((name for name in names if _holds_conversation(first.get(name))), None):
         return {**beside_turns, turns: "messages" if "role" in first[turns][0] else "conversations"}
-    strings = [name for name in strings if name != system]
-    answer = _named(strings, _ANSWER)
-    question = _named([name for name in strings if name != answer], _QUESTION)
+    answer, question = take(_ANSWER), take(_QUESTION)
     if answer and question:
-        beside = _named([name for name in strings if name not in (answer, question)], _PASSAGE)
-        if beside or system:
-            passage = {beside: "input"} if beside else {}
-            return {**beside_turns, question: "instruction", **passage, answer: "output"}
+        passage = take(_PASSAGE)
+        if passage or system:
+            of_passage = {passage: "input"} if passage else {}
+            return {**beside_turns, question: "instruction", **of_passage, answer: "output"}
         return {question: "prompt", answer: "completion"}
-    if any(first.get(name) for name in IMAGE_COLUMNS):
+    if answer or any(map(first.get, IMAGE_COLUMNS)):
         return {}
-    if text := _named(strings, _TEXT):
-        return {text: "text"}
-    return {strings[0]: "text"} if len(strings) == 1 and not answer else {}
+    strings += [question] if question else []
+    text = take(_TEXT) or (strings[0] if len(strings) == 1 else None)
+    return {text: "text"} if text else {}
 
 
-def _named(names: Sequence[str], words: Sequence[str]) -> str | None:
-    """The name that is one of the words, or holds it as a word of its own; the first word wins."""
-
-    def has_word(name: str, word: str) -> bool:
-        spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
-        return len(word) > 1 and word in re.split(r"[^a-z]+", spaced)
-
-    same = (name for word in words for name in names if name.lower().removesuffix("s") == word)
-    alike = (name for word in words for name in names if has_word(name, word))
-    return next(same, None) or next(alike, None)
-
-
-def holds_turns(value: Any, *, with_answer: bool = False) -> bool:
-    """Whether a value is a list of turns; if `with_answer`, of which one answers."""
+def holds_turns(value: Any) -> bool:
+    """Whether a value is a list of turns."""
     are_turns = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
-    if not are_turns or not value[0].keys() & {"role", "from"}:
-        return False
-    return not with_answer or any(
-        role_of(turn.get("role", turn.get("from"))) == "assistant" for turn in value
-    )
+    return are_turns and bool(value[0].keys() & {"role", "from"})
+
+
+def _holds_conversation(value: Any) -> bool:
+    roles = [role_of(turn.get("role", turn.get("from"))) for turn in value] if holds_turns(value) else []
+    return "assistant" in roles
 
 
 def holds_text_of_turns(value: object) -> bool:
     """Whether a value is the JSON text of a list of turns."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return False
-    try:
+    with suppress(ValueError, RecursionError):
         return holds_turns(json.loads(value))
-    except (ValueError, RecursionError):
-        return False
+    return False
 
 
 # Columns that change the training in the tools they were made for, but cannot act here, are refused. A row
 # without such a value (null, an empty list of images, a reply that is labelled good) is trained on.
 
-_PREFERENCE = "are preferences, not trained here;"
-# Columns that together make another kind of data, and what they mean
-_OTHER_DATA = {
-    ("chosen", "rejected"): _PREFERENCE,
-    ("chosen_messages", "rejected_messages"): _PREFERENCE,
-    ("preferred_output", "non_preferred_output"): _PREFERENCE,
-    ("completions", "labels"): "judge steps, not trained here; write good ones as completion, and",
+_PREFERENCES = {
+    "chosen": "rejected",
+    "chosen_messages": "rejected_messages",
+    "preferred_output": "non_preferred_output",
 }
 
 
-@dataclass(frozen=True)
-class _Acting:
+class _Acting(NamedTuple):
     """A column that acts in another tool."""
 
     is_harmless: Callable[[Any], bool]  # whether a value would change nothing
@@ -189,122 +155,90 @@ def _is_one(value: object) -> bool:
     return value is None or value == 1
 
 
+def _is_no_bad_label(value: object) -> bool:
+    return str(value).strip().lower() not in ("false", "0", "0.0")
+
+
+def _is_no_role(value: object) -> bool:
+    return role_of(value.lower() if isinstance(value, str) else value) is None
+
+
 def _marks_nothing(value: object) -> bool:
     is_other = isinstance(value, Mapping) and not (value.get("ref") or value.get("bbox"))
     return is_other or _is_empty(value)
 
 
-_MEDIA = _Acting(_is_empty, "images, video or sound, not supported", "remove the row")
-_STORED = _Acting(_is_empty, "images, which only some models take", to="image")
 _TOKENS = _Acting(_is_none, "tokens or a mask of them made elsewhere")
 _WEIGHT = _Acting(_is_one, "a weight, but every token weighs the same")
 _PREFERRED = _Acting(_is_empty, "part of a preference, not trained here")
-_LABEL = _Acting(
-    lambda value: str(value).strip().lower() not in ("false", "0", "0.0"),
-    "a reply that is labelled bad",
-    "remove the row",
-)
+_LABEL = _Acting(_is_no_bad_label, "a reply that is labelled bad", "remove the row")
 _CHOICE = _Acting(_is_none, "what --train_on_responses_only says here")
 _ACTING = {
     **dict.fromkeys(("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask"), _TOKENS),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), _WEIGHT),
-    **dict.fromkeys(("chosen", "chosen_messages", "preferred_output", "rejected"), _PREFERRED),
-    **dict.fromkeys(("rejected_messages", "rejected_response", "non_preferred_output"), _PREFERRED),
+    **dict.fromkeys((*_PREFERENCES, *_PREFERENCES.values(), "rejected_response"), _PREFERRED),
     **dict.fromkeys(("label", "kto_tag"), _LABEL),
     **dict.fromkeys(("train_on_input", "train_on_inputs"), _CHOICE),
-    # of NeMo: the role whose turns carry no loss
-    "mask": _Acting(
-        lambda value: role_of(value.lower() if isinstance(value, str) else value) is None, _CHOICE.problem
-    ),
+    "mask": _Acting(_is_no_role, _CHOICE.problem),  # of NeMo: the role whose turns carry no loss
     "enable_thinking": _Acting(_is_none, "a variable for chat_template_kwargs"),
     "objects": _Acting(_marks_nothing, "boxes not put into the text", "put them in"),
     "history": _Acting(_is_empty, "earlier turns", "write the row as messages"),
     "functions": _Acting(_is_empty, "an older form of tools", to="tools"),
     "parallel_tool_calls": _Acting(_is_one, "an option no chat template takes"),
 }
+_MEDIA = _Acting(_is_empty, "images, video or sound, not supported", "remove the row")
 _OF_CONVERSATIONS = _Acting(_is_empty, "not used by rows of strings", "write the row as messages")
 
 
-def refuse_other_data(column_names: Collection[str], first: Row) -> None:
-    """Refuse data for another kind of training, such as preferences."""
-    for (better, worse), meaning in _OTHER_DATA.items():
-        if {better, worse} <= set(column_names):
-            way = _way_to_keep(better, worse, column_names, first)
-            remedy = f"give {offer(way)}" if way else f"leave out {own_name(worse)}"
-            raise InputError(f"columns {own_name(better)}, {own_name(worse)} {meaning} {remedy}")
+def refuse_preferences(column_names: Collection[str]) -> None:
+    """Refuse rows of two answers, and say how to keep the better one."""
+    for better, worse in _PREFERENCES.items():
+        if {better, worse} <= {*column_names}:
+            answers = {"prompt": "completion", "instruction": "output"}
+            to = next((answers[name] for name in answers if name in column_names), "messages")
+            raise InputError(
+                f"columns {better}, {worse} are preferences, not trained here; to train on the better "
+                f"answers give {offer({better: to, worse: None})}"
+            )
 
 
-def _way_to_keep(better: str, worse: str, names: Collection[str], first: Row) -> dict[str, str | None]:
-    """The mapping that keeps the better answer; empty where none does."""
-    if better == "completions" or "conversations" in names or "messages" in names:
-        return {}
-    for question, answer in (("prompt", "completion"), ("instruction", "output")):
-        if question in names:
-            return {better: answer, worse: None}
-    turns = first.get(better) or []
-    is_whole = holds_turns(turns, with_answer=True) and not holds_turns(turns[:1], with_answer=True)
-    return {better: "messages", worse: None} if is_whole else {}
+Rules = Mapping[str, _Acting]
 
 
-def refuse_media(dataset: datasets.Dataset, numbers: range) -> None:
-    """Refuse the first row with images, video or sound, whatever their column is called."""
-    from datasets import Audio, Image, Video
-
-    media = {name: _MEDIA for name, kind in dataset.features.items() if _holds(kind, Audio | Video)}
-    images = {name: _STORED for name, kind in dataset.features.items() if _holds(kind, Image)}
-    _refuse(dataset, media | images | dict.fromkeys(MEDIA, _MEDIA), numbers)
-
-
-def refuse_acting_columns(
-    dataset: datasets.Dataset, numbers: range, *, are_text: bool, unused: Collection[str] = ()
-) -> None:
-    """Refuse the first value that would change the training in the tool it was made for.
+def rules_of(column_names: Collection[str], *, are_text: bool, unused: Collection[str] = ()) -> Rules:
+    """The rules for the columns of a data set without images.
 
     Args:
-        numbers: of the rows, to name them.
         are_text: whether the rows are plain text, whose `label` is a class.
         unused: columns that act beside conversations, but not beside these rows.
     """
-    rules = {**_ACTING, **dict.fromkeys(unused, _OF_CONVERSATIONS)}
-    _refuse(dataset, {name: rules[name] for name in rules if name != "label" or not are_text}, numbers)
+    rules = {**_ACTING, **dict.fromkeys(MEDIA, _MEDIA), **dict.fromkeys(unused, _OF_CONVERSATIONS)}
+    return {name: rules[name] for name in column_names if name in rules and (name != "label" or not are_text)}
 
 
-def refuse_acting_values(index: int, row: Row) -> None:
-    """As `refuse_acting_columns`, for one row of conversations outside a data set."""
-    for name, value in row.items():
-        rule = _ACTING.get(name)
-        if rule is not None and not rule.is_harmless(value):
-            fail(index, name, rule.problem, value, rule.remedy or "remove the column")
+def refuse_acting_values(index: int, row: Row, rules: Rules = _ACTING) -> None:
+    """Refuse a value that would change the training in the tool it was made for."""
+    for name, rule in rules.items():
+        if not rule.is_harmless(row.get(name)):
+            ways = [offer({name: rule.to})] if rule.to else []
+            remedy = f"{rule.remedy}, or " if rule.remedy else ""
+            remedy += f"give {' or '.join([*ways, offer({name: None})])}"
+            fail(index, name, rule.problem, row[name], remedy)
 
 
-def _refuse(dataset: datasets.Dataset, rules: Mapping[str, _Acting], numbers: range) -> None:
-    for name in dataset.column_names:
-        if rule := rules.get(name):
-            for index, value in zip(numbers, _values(dataset, name), strict=True):
-                if not rule.is_harmless(value):
-                    ways = [offer({name: rule.to})] if rule.to else []
-                    remedy = f"{rule.remedy}, or " if rule.remedy else ""
-                    remedy += f"give {' or '.join([*ways, offer({name: None})])}"
-                    fail(index, name, rule.problem, value, remedy)
+def refuse_media(dataset: datasets.Dataset, number: int) -> None:
+    """Refuse columns of images, video or sound, whatever they are called; the first row has this number."""
+    for name, kind in dataset.features.items():
+        if _holds_media(kind) and dataset.data[name].null_count < dataset.data.num_rows:
+            remedy = f"give {offer({name: 'image'})} or {offer({name: None})}"
+            fail(number, name, "images, video or sound, which only some models take", kind, remedy)
 
 
-def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:
-    """The values of a column, without decoding images."""
-    for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=1000):
-        yield from map(_value, table[name])
+def _holds_media(feature: Any) -> bool:
+    """Whether a column has images, video or sound, or objects of bytes and path, as which they are stored."""
+    from datasets import Audio, Image, Video
 
-
-def _value(scalar: pa.Scalar) -> Any:
-    import pyarrow as pa
-
-    value = scalar.as_py()
-    return json.loads(value) if isinstance(scalar.type, pa.JsonType) and value is not None else value
-
-
-def _holds(feature: Any, kind: Any) -> bool:
-    """Whether a column has values of a kind, or objects of bytes and path, which the kinds are without their
-    names."""
     if isinstance(feature, dict):
-        return {*feature} == {"bytes", "path"} or any(_holds(inner, kind) for inner in feature.values())
+        return {*feature} == {"bytes", "path"} or any(map(_holds_media, feature.values()))
     inner = getattr(feature, "feature", None)  # of a list
-    return isinstance(feature, kind) or (inner is not None and _holds(inner, kind))
+    return isinstance(feature, Audio | Image | Video) or (inner is not None and _holds_media(inner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_GENERATION_END = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
+_GENERATION_MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # A template is a program, so any of these may come from it; jinja2's own are added where it is imported
 TEMPLATE_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _TRIED = {"tried_name": "tried_value"}  # arguments of a call
@@ -168,25 +167,19 @@ class Encoder:
         tools = batch.get("tools") or [None] * len(conversations)
         for place, key in enumerate(zip(tools, map(json.dumps, kwargs), strict=True)):
             together.setdefault(key, []).append(place)
-        groups: list[tuple[list[int], list[int], list[Conversation], Variables]] = []
-        for (tools_text, kwargs_text), members in together.items():
-            of_rows, kwargs_of_rows = [numbers[i] for i in members], json.loads(kwargs_text)
-            self._check_variables(of_rows[0], bool(tools_text), kwargs_of_rows)
-            beside = {"tools": json.loads(tools_text) if tools_text else None} | kwargs_of_rows
-            rows = zip(of_rows, members, strict=True)
-            read = [self._read(number, conversations[i], beside) for number, i in rows]
-            groups.append((members, of_rows, read, beside))
-        if not options:  # a prompt alone is a part of what is checked
-            self._check_shown(
-                (number, conversation, beside)
-                for _, of_rows, read, beside in groups
-                for number, conversation in zip(of_rows, read, strict=True)
-            )
         ids: list[Any] = [None] * len(conversations)
         marks: list[Any] = [None] * len(conversations)
-        for members, of_rows, read, beside in groups:
-            # a slow tokenizer tells no offsets, and transformers refuses to mark its tokens
-            by_template = marked and (self._is_marked or not self.tokenizer.is_fast)
+        # a slow tokenizer tells no offsets, and transformers refuses to mark its tokens
+        by_template = marked and (self._is_marked or not self.tokenizer.is_fast)
+        for (tools_text, kwargs_text), members in together.items():
+            variables = json.loads(kwargs_text)
+            beside = {"tools": json.loads(tools_text) if tools_text else None} | variables
+            of_rows = [numbers[i] for i in members]
+            self._check_variables(of_rows[0], beside["tools"], variables)
+            read = [self._read(numbers[i], conversations[i], beside) for i in members]
+            if not options:  # a prompt alone is a part of what is checked
+                for number, conversation in zip(of_rows, read, strict=True):
+                    self._check_shown(number, conversation, beside)
             encoded = self._apply_template(read, of_rows, by_template, options | beside)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
@@ -250,44 +243,30 @@ class Encoder:
             return str(text)
         return None
 
-    def _check_variables(self, number: int, has_tools: bool, kwargs: Variables) -> None:
+    def _check_variables(self, number: int, tools: list[Any] | None, variables: Variables) -> None:
         """Refuse variables that the template does not read: the row was written for another one."""
-        names = [name for name, value in kwargs.items() if value is not None]
-        tools: list[Any] | None = [] if has_tools else None  # which may have a template of their own
+        names = [name for name, value in variables.items() if value is not None]
         read = names and _variables_of(self.tokenizer.get_chat_template(self.chat_template, tools=tools))
         for name in names:
             if read is not None and name not in read:
-                problem = f"the chat template does not read {name!r}"
-                remedy = f"give {offer({'chat_template_kwargs': None})}"
-                fail(number, "chat_template_kwargs", problem, kwargs, remedy)
+                column, problem = "chat_template_kwargs", f"the chat template does not read {name!r}"
+                fail(number, column, problem, variables, f"give {offer({column: None})}")
 
-    def _check_shown(self, rows: Iterable[tuple[int, Conversation, Variables]]) -> None:
+    def _check_shown(self, number: int, conversation: Conversation, beside: Variables) -> None:
         """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
         calls, in whose place it would learn an empty answer."""
-        unshown: dict[str, tuple[int, Any]] = {}  # the first row of each, and its value
-        for number, conversation, beside in rows:
-            tools, calls = beside["tools"], _calls_in(conversation)
-            if not tools and not calls:
-                continue
+        tools, calls = beside["tools"], _calls_in(conversation)
+        if not tools and not calls:
+            return
+        shown = self._text(conversation, beside)
+        if shown is None:  # as templates without calls refuse an answer without text
+            conversation = [turn | {"content": turn.get("content") or ""} for turn in conversation]
             shown = self._text(conversation, beside)
-            if shown is None:  # as templates without calls refuse an answer without text
-                conversation = [turn | {"content": turn.get("content") or ""} for turn in conversation]
-                shown = self._text(conversation, beside)
-            if shown is None:
-                continue
-            if tools and shown == self._text(conversation, beside | {"tools": None}):
-                unshown.setdefault("tools", (number, tools))
-            if calls and shown == self._text(_without_calls(conversation), beside):
-                unshown.setdefault("tool_calls", (number, calls[0]))
-        for column, (number, value) in unshown.items():
-            problem, remedy = "the chat template does not show them", "use another model"
-            if len(unshown) > 1:
-                problem = "the chat template shows neither tools nor tool_calls"
-            elif column == "tools":
-                remedy += f", or give {offer({column: None})}"
-            else:
-                remedy += ", or remove the row"
-            fail(number, column, problem, value, remedy)
+        problem, remedy = "the chat template does not show them", "use another model, or"
+        if tools and shown is not None and shown == self._text(conversation, beside | {"tools": None}):
+            fail(number, "tools", problem, tools, f"{remedy} give {offer({'tools': None})}")
+        if calls and shown is not None and shown == self._text(_without_calls(conversation), beside):
+            fail(number, "tool_calls", problem, calls[0], f"{remedy} remove the row")
 
     def _apply_template(
         self, conversations: list[Conversation], numbers: list[int], marked: bool, options: Variables
@@ -338,7 +317,7 @@ def _variables_of(template: str) -> frozenset[str] | None:
     """The variables that a chat template reads; None where that cannot be told."""
     from jinja2 import Environment, TemplateError, meta
 
-    plain = _GENERATION_MARKER.sub("", _GENERATION_END.sub("", template))
+    plain = _GENERATION_MARKER.sub("", template)
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
         return frozenset(meta.find_undeclared_variables(tree))
@@ -371,14 +350,10 @@ def _convert_arguments(number: int, arguments: object, to_objects: bool | None) 
         return json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str) or not to_objects:
         return arguments
-    try:
-        decoded = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        decoded = None
-    if not isinstance(decoded, dict):
-        problem = "arguments that are no JSON object"
-        fail(number, "tool_calls", problem, arguments, "correct or remove the row")
-    return decoded
+    with suppress(ValueError, RecursionError):
+        if isinstance(decoded := json.loads(arguments or "{}"), dict):
+            return decoded
+    fail(number, "tool_calls", "arguments that are no JSON object", arguments, "correct or remove the row")
 
 
 def _common_prefix(some: list[int], others: list[int]) -> int:

@@ -10,7 +10,6 @@ Conversations keep the columns `tools` and `chat_template_kwargs`, which the cha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -20,12 +19,13 @@ from unsloth_pack.data import rows as fields
 from unsloth_pack.data.columns import (
     KNOWN_COLUMNS,
     holds_text_of_turns,
-    refuse_acting_columns,
+    refuse_acting_values,
     refuse_media,
-    refuse_other_data,
+    refuse_preferences,
+    rules_of,
     suggested,
 )
-from unsloth_pack.data.rows import OF_TURNS, Row, fail, offer, own_name, unread_keys
+from unsloth_pack.data.rows import OF_TURNS, Row, fail, offer, unread_keys
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     """
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
-    refuse_other_data(columns, first)
+    refuse_preferences(columns)
     boundaries = [name for name in column_names if name in _BOUNDARIES]
     if "input_ids" in columns and boundaries:
         raise InputError(
@@ -89,7 +89,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         for name in names:
             if any(holds_text_of_turns(row.get(name)) for row in first_rows):
                 problem = "holds turns as JSON text; write them as a list of objects, as .jsonl has it"
-                raise InputError(f"column {own_name(name)!r} {problem}")
+                raise InputError(f"column {name!r} {problem}")
 
     def holds_lists(column: str) -> bool:
         values = [row[column] for row in first_rows if row.get(column) is not None]
@@ -112,7 +112,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "`unsloth-pack pack`"
         )
     refuse_text_of_turns(column_names)
-    types = ", ".join(f"{own_name(name)} ({type(first.get(name)).__name__})" for name in column_names)
+    types = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
     mapping = suggested(column_names, first)
     way = "map them with --columns to messages, prompt, completion or text"
     raise InputError(
@@ -181,44 +181,50 @@ class Conversion:
 
         if not len(dataset):
             raise InputError("the dataset has 0 rows; give one with at least one")
-        self.numbers = numbers or range(len(dataset))
-        refuse_media(dataset, self.numbers)
+        self.numbers, names = numbers or range(len(dataset)), dataset.column_names
+        refuse_media(dataset, self.numbers[0])
         first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
-        self.data_format = detect_format(dataset.column_names, first_rows)
+        self.data_format = detect_format(names, first_rows)
         self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
-        self._columns = [name for name in dataset.column_names if name in KNOWN_COLUMNS]
-        learned = _learned(responses_only)
-        string, answer = Value("string"), _answer_column(self._columns)
-        features: dict[str, Any] = {"prompt": string, "completion": string}
+        learned, answer = _learned(responses_only), _answer_column(names)
+        targets: tuple[str, ...] = ("prompt", "completion")
+        self.holds_turns = True
+        used = set(_OF_CONVERSATIONS)
         self._convert: Callable[[int, Row], Row]
         match self.data_format:
             case DataFormat.TEXT:
-                self._convert, features, used = _text, {"text": string}, {"text"}
+                self._convert, targets, used, self.holds_turns = _text, ("text",), {"text"}, False
             case DataFormat.ALPACA if chat_template:
-                self._convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
-                used = {"instruction", "input", "output", *_OF_CONVERSATIONS}
+                self._convert, used = _alpaca_messages, used | {"instruction", "input", "output"}
             case DataFormat.ALPACA:
-                self._convert, used = _alpaca_strings, {"instruction", "input", "output", "system"}
+                self._convert, self.holds_turns = _alpaca_strings, False
+                used = {"instruction", "input", "output", "system"}
             case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
-                self._convert, used = _prompt_strings, {"prompt", answer}
+                self._convert, used, self.holds_turns = _prompt_strings, {"prompt", answer}, False
             case DataFormat.PROMPT_COMPLETION:
-                self._convert = partial(_prompt_messages, learned=learned)
-                used = {"prompt", answer, *_OF_CONVERSATIONS}
-                sources = {"prompt": "prompt", "completion": answer}
-                features = _conversation_features(dataset, sources, chat_template)
+                self._convert, used = partial(_prompt_messages, learned=learned), used | {"prompt", answer}
             case DataFormat.MESSAGES | DataFormat.SHAREGPT:
                 column = "messages" if self.data_format is DataFormat.MESSAGES else "conversations"
-                self._convert = partial(_messages, column=column, learned=learned)
-                used = {column, *_OF_CONVERSATIONS}
-                features = _conversation_features(dataset, {"messages": column}, chat_template)
-        self._unfit = _OF_CONVERSATIONS - used
-        self.unused_columns = tuple(name for name in dataset.column_names if name not in used)
+                self._convert, used = partial(_messages, column=column, learned=learned), used | {column}
+                targets = ("messages",)
+        if self.holds_turns and not chat_template:
+            raise InputError(
+                f"column {min(used - _OF_CONVERSATIONS - {answer})!r} holds conversations, but the tokenizer "
+                "has no chat template; use an instruct model, or set tokenizer.chat_template"
+            )
+        self.unused_columns = tuple(name for name in names if name not in used)
         if template and self.data_format is not DataFormat.TEXT:
-            turns = [name for name in OF_TURNS if name in used and name in dataset.column_names]
+            turns = [name for name in OF_TURNS if name in used and name in names]
             self.unused_columns += unread_keys(dataset, turns, template)
-        if not self._unfit:
-            of_template = {"tools": string, "chat_template_kwargs": ExactJson()}
-            features |= {name: kind for name, kind in of_template.items() if name in self._columns}
+        are_text = self.data_format is DataFormat.TEXT
+        self._rules = rules_of(names, are_text=are_text, unused=_OF_CONVERSATIONS - used)
+        self._columns = [name for name in names if name in {*KNOWN_COLUMNS, *self._rules}]
+        features: dict[str, Any] = dict.fromkeys(
+            targets, ExactJson() if self.holds_turns else Value("string")
+        )
+        if self.holds_turns:
+            of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
+            features |= {name: kind for name, kind in of_template.items() if name in names}
         self.features = Features(features)
         self._json_columns = [name for name, kind in features.items() if isinstance(kind, ExactJson)]
 
@@ -226,27 +232,18 @@ class Conversion:
         self, dataset: datasets.Dataset, first: int, end: int, batch_size: int
     ) -> Iterator[dict[str, list[Any]]]:
         """The converted columns of the rows `first` to `end - 1`, a batch at a time."""
-        rows, numbers = dataset.select(range(first, end)), self.numbers[first:end]
-        are_text = self.data_format is DataFormat.TEXT
-        refuse_acting_columns(rows, numbers, are_text=are_text, unused=self._unfit)
-        rows = rows.select_columns(self._columns)
-        filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
-        starts = range(0, end - first, batch_size)
-        for start, batch in zip(starts, rows.iter(batch_size=batch_size), strict=True):
-            of_batch = numbers[start : start + batch_size]
-            for name, kind in filled.items():
-                values = zip(of_batch, batch[name], strict=True)
-                batch[name] = [_without_absent_keys(index, name, kind, value) for index, value in values]
-            cells = zip(*batch.values(), strict=True)
-            converted = [
-                self._convert(index, dict(zip(batch, row, strict=True)))
-                for index, row in zip(of_batch, cells, strict=True)
-            ]
-            columns = {name: [row[name] for row in converted] for name in self.features}
-            for name in self._json_columns:  # as a column of JSON texts would give them back
-                values = zip(of_batch, columns[name], strict=True)
-                columns[name] = [json.loads(fields.json_text(index, name, value)) for index, value in values]
-            yield columns
+        rows = dataset.select(range(first, end)).select_columns(self._columns)
+        filled = [field.name for field in rows.features.arrow_schema if "struct<" in str(field.type)]
+        for start, batch in zip(range(first, end, batch_size), rows.iter(batch_size=batch_size), strict=True):
+            numbers, converted = self.numbers[start : min(start + batch_size, end)], []
+            for index, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+                row = dict(zip(batch, cells, strict=True))
+                refuse_acting_values(index, row, self._rules)
+                row |= {name: _without_absent_keys(index, row[name], (name,)) for name in filled}
+                converted.append(self._convert(index, row))
+                for name in self._json_columns if filled else ():  # Arrow has values that JSON has not
+                    fields.json_text(index, name, converted[-1][name])
+            yield {name: [row[name] for row in converted] for name in self.features}
 
     def table(self, batch: Mapping[str, list[object]]) -> pa.Table:
         """A converted batch as Arrow holds it."""
@@ -254,12 +251,9 @@ class Conversion:
 
         from unsloth_pack.data.lossless_json import json_array
 
-        schema = self.features.arrow_schema
         return pa.table(
             {
-                name: json_array(values)
-                if name in self._json_columns
-                else pa.array(values, schema.field(name).type)
+                name: json_array(values) if name in self._json_columns else pa.array(values, pa.string())
                 for name, values in batch.items()
             }
         )
@@ -307,20 +301,18 @@ def _prompt_strings(index: int, row: Row) -> Row:
 
 def _prompt_messages(index: int, row: Row, learned: Mapping[str, bool]) -> Row:
     answer = _answer_column(row)
-    system = fields.optional_string(index, row, "system")
     masked = dict.fromkeys(fields.ROLES, False)  # the loss is on the completion
+    system = fields.optional_string(index, row, "system")
     prompt = fields.with_system(system, fields.messages(index, row, "prompt", masked))
     completion = fields.messages(index, row, answer, learned)
-    fields.check_order(index, answer, prompt + completion)
-    fields.check_answered(index, answer, completion)
+    fields.check_turns(index, answer, prompt + completion, len(prompt))
     return {"prompt": prompt, "completion": completion} | _for_template(index, row)
 
 
 def _messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) -> Row:
     system = fields.optional_string(index, row, "system")
     messages = fields.with_system(system, fields.messages(index, row, column, learned))
-    fields.check_order(index, column, messages)
-    fields.check_answered(index, column, messages)
+    fields.check_turns(index, column, messages)
     return {"messages": messages} | _for_template(index, row)
 
 
@@ -333,71 +325,28 @@ def _answer_column(columns: Collection[str]) -> str:
     return "completion" if "completion" in columns else "response"
 
 
-def _conversation_features(
-    rows: datasets.Dataset, sources: dict[str, str], chat_template: bool
-) -> dict[str, Any]:
-    """The types of TRL's columns. `sources` names the column that each message list comes from."""
-    from unsloth_pack.data.lossless_json import ExactJson
-
-    if not chat_template:
-        raise InputError(
-            f"column {own_name(next(iter(sources.values())))!r} holds conversations, but the tokenizer has "
-            "no chat template; use an instruct model, or set tokenizer.chat_template"
-        )
-    return {
-        name: _messages_type() if _keys(rows.features[column]) in fields.PLAIN_TURNS else ExactJson()
-        for name, column in sources.items()
-    }
-
-
-def _messages_type() -> datasets.List:
-    from datasets import List, Value
-
-    return List({"role": Value("string"), "content": Value("string")})
-
-
-def _keys(feature: object) -> list[str]:
-    """The keys of the objects in a list column; empty for any other type."""
-    inner = getattr(feature, "feature", None)
-    return list(inner) if isinstance(inner, dict) else []
-
-
-# Objects as Arrow's struct type holds them: with null for every key that only other rows have.
-#
-# Parquet files and `datasets` use that type, which cannot tell a null from an absent key. Here null means an
-# absent key, as it does to transformers in a turn. Where users choose the keys, as in the arguments of a
-# call, either meaning could be wrong: such a null is refused.
-
 _CHOSEN_KEYS = {"arguments", "parameters", "chat_template_kwargs"}  # the objects whose keys users choose
 
 
-def _may_have_filler(feature: object) -> bool:
-    """Whether Arrow's struct type may have put null where an object lacked a key that others have."""
-    return _holds_objects(feature) and _keys(feature) not in fields.PLAIN_TURNS
+def _without_absent_keys(index: int, value: Any, path: tuple[str, ...]) -> Any:
+    """A value of Arrow's struct type without the keys that are null.
 
-
-def _holds_objects(feature: object) -> bool:
-    """Whether a column of this `datasets` type holds structs."""
-    inner = getattr(feature, "feature", None)  # of a list
-    return isinstance(feature, dict) or (inner is not None and _holds_objects(inner))
-
-
-def _without_absent_keys(index: int, column: str, feature: object, value: object) -> Any:
-    """The value of row `index` without keys that are null. A null that might have been meant is refused."""
-
-    def strip(feature: object, inner: object, path: tuple[str, ...]) -> Any:
-        if isinstance(feature, dict) and isinstance(inner, dict):
-            if chosen := _CHOSEN_KEYS.intersection(path):
-                for key in (key for key, item in inner.items() if item is None):
-                    start = min(map(path.index, chosen))
-                    name = ".".join((*path[start:], key))
-                    problem = f"{name} is null, as a struct column also holds keys that are absent"
-                    remedy = "give the rows as a .jsonl file, which tells them apart"
-                    fail(index, column, problem, value, remedy)
-            items = {key: item for key, item in inner.items() if item is not None}
-            return {key: strip(feature[key], item, (*path, key)) for key, item in items.items()}
-        if isinstance(inner, list):
-            return [strip(getattr(feature, "feature", None), item, path) for item in inner]
-        return inner
-
-    return strip(feature, value, (column,))
+    The type has a null for every key that only other rows have. So null means an absent key, as it does to
+    transformers in a turn. Where users choose the keys either meaning could be wrong: such a null is refused.
+    """
+    if isinstance(value, list):
+        return [_without_absent_keys(index, item, path) for item in value]
+    if not isinstance(value, dict):
+        return value
+    nulls = [key for key, item in value.items() if item is None]
+    if nulls and _CHOSEN_KEYS.intersection(path):
+        problem = (
+            f"{'.'.join((*path[1:], nulls[0]))} is null, as a struct column also holds keys that are absent"
+        )
+        remedy = "give the rows as a .jsonl file, which tells them apart"
+        fail(index, path[0], problem, value, remedy)
+    return {
+        key: _without_absent_keys(index, item, (*path, key))
+        for key, item in value.items()
+        if item is not None
+    }

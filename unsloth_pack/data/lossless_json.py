@@ -3,7 +3,7 @@
 `datasets` has two ways of storing objects, and neither is exact. A struct gets a null for every key that only
 other rows have, one order of keys for all rows, and one type for whole numbers and fractions. `datasets.Json`
 reads 0.6 back as 0.6000000000000001. Here objects are stored as JSON text, which Python's own parser reads
-back. Only turns of two strings, which most conversations consist of, are stored as structs.
+back.
 """
 
 import json
@@ -13,10 +13,6 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-
-from unsloth_pack.data.rows import PLAIN_TURNS
-
-_PLAIN_TURNS = [pa.struct({name: pa.string() for name in names}) for names in PLAIN_TURNS]
 
 
 def _to_json(value: object) -> str | None:
@@ -49,17 +45,11 @@ def _exact_array(values: list[object]) -> pa.Array:
         array = pa.array(values)
         if pa.types.is_string(array.type):
             return array
-        if _holds_no_objects(array.type) and json.dumps(array.to_pylist()) == json.dumps(values):
+        if "struct<" not in str(array.type) and json.dumps(array.to_pylist()) == json.dumps(values):
             return array
     except (pa.ArrowException, OverflowError):  # strings among numbers, integers past 64 bits, ...
         pass
     return json_array(values)
-
-
-def _holds_no_objects(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind):
-        return kind.value_type in _PLAIN_TURNS or _holds_no_objects(kind.value_type)
-    return not pa.types.is_struct(kind)
 
 
 def json_array(values: Sequence[object]) -> pa.Array:

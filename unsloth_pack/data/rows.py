@@ -1,4 +1,4 @@
-"""Fields of one row, checked. Errors name row, column, value and remedy, and columns as the data does."""
+"""Fields of one row, checked. Errors name row, column, value and remedy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import re
 import reprlib
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unsloth_pack.errors import InputError
@@ -21,47 +19,22 @@ ColumnMapping = Mapping[str, "str | None"]
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
-# The mapping that renamed the columns of the rows at hand, and whether other data sets share it
-_renaming: ContextVar[tuple[ColumnMapping, bool]] = ContextVar("renaming", default=({}, False))
 _PLAIN_NAME = re.compile(r"[^\s,={][^,=]*")  # of a column, in the short form of the flag
 
 
-@contextmanager
-def telling_names(columns: ColumnMapping, *, are_shared: bool = False) -> Iterator[None]:
-    """Inside this context, errors name columns as the data did before `columns` renamed them."""
-    token = _renaming.set((columns, are_shared))
-    try:
-        yield
-    finally:
-        _renaming.reset(token)
-
-
-def own_name(column: str) -> str:
-    """The data's own name for a column."""
-    return next((name for name, to in _renaming.get()[0].items() if to == column), column)
-
-
 def offer(columns: ColumnMapping) -> str:
-    """How to give a mapping that would help, beside the mapping that is there."""
-    new = {own_name(name): to for name, to in columns.items()}
-    stays = {n: to for n, to in _renaming.get()[0].items() if to is None or to not in new.values()}
-    return write_mapping({**stays, **new})
-
-
-def write_mapping(columns: ColumnMapping) -> str:
-    """The mapping for `--columns`, or if other data sets share it, for an item of `dataset`."""
-    as_json = json.dumps(columns, ensure_ascii=False)
-    if _renaming.get()[1]:
-        return f"columns of its own: {as_json} in its item of dataset"
+    """The flag that maps columns so."""
     text = ",".join(f"{name}={to or ''}" for name, to in columns.items())
-    return f"--columns {shlex.quote(text if all(map(_PLAIN_NAME.fullmatch, columns)) else as_json)}"
+    if not all(map(_PLAIN_NAME.fullmatch, columns)):
+        text = json.dumps(columns, ensure_ascii=False)
+    return f"--columns {shlex.quote(text)}"
 
 
 def fail(index: int, column: str, problem: str, value: object, remedy: str) -> NoReturn:
     """Raise the InputError for row `index`, with the value shortened."""
     shown = reprlib.repr(value)
     shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    raise InputError(f"row {index}, column {own_name(column)!r}: {problem}, got {shown}; {remedy}")
+    raise InputError(f"row {index}, column {column!r}: {problem}, got {shown}; {remedy}")
 
 
 # Keys of a turn that choose what is learned, or hold more than text. They fit the run, or are refused.
@@ -102,17 +75,10 @@ def _check_keys(
             fail(index, column, f"{name} {problem}", {key: turn[key]}, remedy)
     for key in _MARKS:
         mark = turn.get(key)
-        if mark is None:
+        if mark is None or (mark in (0, 1) and bool(mark) is learned.get(role, bool(mark))):
             continue
-        problem, remedy = "is excluded from training", "remove the turn, or remove the key to train on it"
-        if isinstance(mark, str) or mark not in (0, 1):
-            problem = "has a mark that is neither yes nor no"
-        elif bool(mark) is learned.get(role, bool(mark)):
-            continue
-        elif mark:
-            problem, remedy = "is marked to be trained on, but carries no loss here", "remove the key"
-        elif role != "assistant":
-            remedy = "give --train_on_responses_only, or remove the key to train on it"
+        problem = "has a mark that contradicts the loss of this run"
+        remedy = "remove the key or the turn, or see --train_on_responses_only"
         fail(index, column, f"{name} {problem}", {key: mark}, remedy)
 
 
@@ -122,7 +88,6 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation"), "tool"),
 }
-PLAIN_TURNS = (["role", "content"], ["from", "value"])  # the keys of turns that are two strings
 ROLES = frozenset(_ROLES.values())
 KEYS_OF_AN_IMAGE = ("bytes", "image", "path", "url", "base64")  # one of which holds it
 KEYS_OF_IMAGES = (*KEYS_OF_AN_IMAGE, "image_url", "images")  # in a part of a message
@@ -217,25 +182,22 @@ def with_system(system: str, conversation: list[Message]) -> list[Message]:
     return [{"role": "system", "content": system}, *conversation] if system else conversation
 
 
-def check_order(index: int, column: str, conversation: list[Message]) -> None:
-    """Refuse turns in an order that chat templates reject or render wrongly."""
+def check_turns(index: int, column: str, conversation: list[Message], n_prompt: int = 0) -> None:
+    """Refuse turns in an order that chat templates reject, and a conversation without an answer to learn.
+
+    Args:
+        n_prompt: turns that are not learned.
+    """
     roles = [message["role"] for message in conversation]
-    previous = None
-    for role in roles:
+    for previous, role in zip([None, *roles], roles, strict=False):
         if role == "system" and previous is not None:
             fail(index, column, "a system turn that is not the first", roles, "keep one, as the first turn")
         if role == "tool" and previous not in ("assistant", "tool"):
             fail(index, column, "a tool turn that answers no assistant turn", roles, "add the call before it")
         if role == previous != "tool":
             fail(index, column, f"two {role} turns in a row", roles, "merge them or add the turn between")
-        previous = role
-
-
-def check_answered(index: int, column: str, conversation: list[Message]) -> None:
-    """Refuse a conversation without an assistant turn, because it has nothing to learn."""
-    roles = [message["role"] for message in conversation]
-    if "assistant" not in roles:
-        fail(index, column, "no assistant turn", roles, "add the response or remove the row")
+    if "assistant" not in roles[n_prompt:]:
+        fail(index, column, "no assistant turn", roles[n_prompt:], "add the response or remove the row")
 
 
 def tools(index: int, row: Row) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet, refuse_types
 from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.rows import IMAGES, ColumnMapping, telling_names
+from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.text_files import (
     TEXT_READERS,
     FilePart,
@@ -74,7 +74,6 @@ class RawBlock:
     end: Place
     ends_pass: bool = False  # whether the pass over the data is complete; then the block has no rows
     part: int = 0  # the number of the source that it comes from, where several are mixed
-    columns: ColumnMapping = field(default_factory=dict)  # by which the columns of the rows are renamed
 
 
 class RowSource(Protocol):
@@ -352,12 +351,11 @@ class DocumentStream:
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
             rows = block.read(chosen)
             try:
-                with telling_names(block.columns):
-                    for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
-                        tally += of_batch
-                        tables.append(self._beside_images(table, numbers))
-                    if tally.least_id < 0 or tally.last_id >= self._vocab_size:
-                        self._refuse_ids(tally, numbers)
+                for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
+                    tally += of_batch
+                    tables.append(self._beside_images(table, numbers))
+                if tally.least_id < 0 or tally.last_id >= self._vocab_size:
+                    self._refuse_ids(tally, numbers)
             except InputError as error:
                 hint = ""
                 if self._have_images is not None and self._have_images(rows):

@@ -187,16 +187,12 @@ class DocumentMaker(SpanMaker):
         responses_only: bool,
         chat_template: str | None,
     ):
-        import datasets as hf
-
         super().__init__(dataset, max_length, document_schema())
         self._conversion = conversion
-        features = conversion.features
-        kind = next(features[name] for name in ("prompt", "messages", "text") if name in features)
         self._encode = Encoder(
             tokenizer,
-            list(features),
-            not isinstance(kind, hf.Value),
+            list(conversion.features),
+            conversion.holds_turns,
             max_length=max_length,
             responses_only=responses_only,
             chat_template=chat_template,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.cache import digest, in_order, spans_of
-from unsloth_pack.data.columns import IMAGE_COLUMNS, refuse_acting_columns
+from unsloth_pack.data.columns import IMAGE_COLUMNS
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
 from unsloth_pack.data.rows import IMAGES, OF_TURNS, image_field, unread_keys
@@ -193,7 +193,6 @@ class ImageDocumentMaker(SpanMaker):
         for start in range(first, end, size):
             rows = self.dataset.select(range(start, min(start + size, end)))
             numbers = self._numbers[start : start + size]
-            refuse_acting_columns(rows, numbers, are_text=False)
             yield self._tabulate([*self._encode.each(rows, numbers)])
 
     def _tabulate(self, results: list[VisionDocument | None]) -> tuple[SpanCounts, pa.Table]:

@@ -70,8 +70,7 @@ def image_row(
     system = rows.optional_string(index, row, "system")
     turns = rows.with_system(system, checked)
     n_prompt += (len(turns) - len(checked)) if n_prompt else 0
-    rows.check_order(index, column, turns)
-    rows.check_answered(index, column, turns[n_prompt:])
+    rows.check_turns(index, column, turns, n_prompt)
     beside = rows.tools(index, row) | rows.template_kwargs(index, row)
     return ImageRow(index, column, turns[:n_prompt], turns, beside, images.placed)
 

@@ -235,8 +235,7 @@ class _Builder:
             have_images=holds_images if images is None and self._image_ids is not None else None,
         )
         for number, data_set in enumerate(stream.data_sets):
-            unused = documents.unused_columns[number]
-            check_used(data_set.columns, unused, are_shared=data_set.shares_columns)
+            check_used(data_set.columns, documents.unused_columns[number])
         ledger = documents.first_ledger
         self._check_token_loss(f"{source.name}, in its first {ledger.rows_read:,} rows,", ledger)
         decoders = 0 if images is None else max(1, config.dataloader_num_workers)

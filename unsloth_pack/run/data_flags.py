@@ -65,4 +65,4 @@ def check_sources(given: Mapping[str, object]) -> None:
     """
     model = errors_of(check_model_there, given.get("model_name", "demo"))
     sets = training_sets(data_options(given)) if "dataset" in given else []
-    raise_together(model, *(errors_of(each.check) for each in sets))
+    raise_together(model, *(errors_of(each.check_there) for each in sets))

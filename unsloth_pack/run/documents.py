@@ -12,7 +12,6 @@ from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer, read_new_token
 from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
-from unsloth_pack.data.rows import telling_names
 from unsloth_pack.data.sources import ChosenRows, DataSet
 from unsloth_pack.data.streaming import Place, RowSource, first_columns
 from unsloth_pack.data.tokenize import Documents, documents_of
@@ -136,13 +135,12 @@ def mixed_documents(
     """
     sources = []
     for each in loaded:
-        name, columns, are_shared = each.data_set.name, each.data_set.columns, each.data_set.shares_columns
+        name = each.data_set.name
         try:
-            with telling_names(columns, are_shared=are_shared):
-                documents = prepare_documents(
-                    each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
-                )
-            check_used(columns, documents.unused_columns, are_shared=are_shared)
+            documents = prepare_documents(
+                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
+            )
+            check_used(each.data_set.columns, documents.unused_columns)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
         sources.append(Source(name, each.data_set.weight, documents))
@@ -195,8 +193,10 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
     data_sets, sources, sharing = [], [], {}
     for data_set in training_sets(data):
         source = data_set.open()
-        if data_set.shares_columns and data_set.columns:
-            sharing[data_set.name] = names = first_columns(source)
+        if data_set.columns:
+            names = first_columns(source)
+            if data_set.shares_columns:
+                sharing[data_set.name] = names
             data_set = data_set.for_rows_with(names)
         data_sets.append(data_set)
         sources.append(data_set.chosen_of(source))

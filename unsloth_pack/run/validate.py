@@ -49,7 +49,7 @@ def validate(options: TrainOptions) -> None:
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    data, output = options.data, options.output
+    output = options.output
     raise_together(
         _mistakes_anywhere(options),
         _wrong_names(options, tries=False),
@@ -57,8 +57,6 @@ def validate(options: TrainOptions) -> None:
         _wrong_folders(options),
         errors_of(check_hub, output.push_to_hub) if output.push_to_hub is not None else (),
         _check_tracker_is_installed(output),
-        *(errors_of(each.check, data.streaming) for each in training_sets(data)),
-        *(errors_of(each.check) for each in evaluation_sets(data)),
     )
 
 
