@@ -20,14 +20,15 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, R columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels.arguments import ExtraLogits
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
@@ -219,8 +220,10 @@ class HeadPass:
     def _gradient_of_outputs(self, label_logits_L1: Tensor, log_probs_L1: Tensor, chunk: slice) -> Tensor:
         """Compute d log_prob / dh; that in the logits' dtype would be rounded again once it is weighed."""
         assert self._outputs is not None
-        z_label_L1, _ = scale_and_cap(label_logits_L1, *self._options)
-        z_LR, slope_LR = scale_and_cap(self._h_NR[chunk].clone(), *self._options)
+        scale, softcap = self._options
+        h_LR = self._h_NR[chunk].to(log_probs_L1.dtype)
+        z_label_L1, z_LR = (reference.scale_and_cap(x, scale, softcap) for x in (label_logits_L1, h_LR))
+        slope_LR = scale if softcap is None else scale / (scale / softcap * h_LR).cosh().square()
         is_label_LR = torch.eq(self._labels_N[chunk, None], self._outputs)
         return (is_label_LR.to(z_LR.dtype) - (z_LR - z_label_L1 + log_probs_L1).exp()) * slope_LR
 
@@ -254,16 +257,6 @@ def split_evenly(N: int, most: int) -> Iterator[slice]:
     size = -(-N // max(1, -(-N // most)))
     size = max(1, -(-size // _STEP)) * _STEP
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
-
-
-def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """Return z in float32 or better, and dz/dl, in plain torch. Logits of that dtype are overwritten."""
-    z = logits.to(wide_dtype(logits)).mul_(scale)
-    if softcap is None:
-        return z, scale
-    z.div_(softcap).tanh_()
-    slope = (1 - z.square()).mul_(scale)
-    return z.mul_(softcap), slope
 
 
 def linear_cross_entropy(
@@ -342,7 +335,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad) -> None:
     """Write losses `[L]` of logits `[L, V]`. In place, with_grad: logits -> d(sum of losses) / d(logits)."""
     if not takes_fused_path(logits, logits):
-        _plain_cross_entropy(logits, labels, losses, scale, softcap, with_grad)
+        upstream = [torch.full_like(losses, -1)] if with_grad else []
+        losses.copy_(-score_plainly(logits, labels, scale, softcap, (), upstream).log_prob)
         return
     L, V = logits.shape
     BLOCK = min(_BLOCK, triton.next_power_of_2(V))
@@ -355,40 +349,27 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float,
         )
 
 
-def _plain_cross_entropy(
-    logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad
-) -> None:
-    """Do the same in plain torch."""
-    _, slope, log_p = log_softmax(logits, scale, softcap)
-    losses.copy_(log_p.gather(1, labels.long()[:, None])[:, 0].neg_())
-    if with_grad:
-        write_gradient(logits, labels, slope, log_p, torch.full_like(losses, -1))
-
-
-def log_softmax(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Return z, dz/dl and log(softmax(z)) in plain torch."""
-    z, slope = scale_and_cap(logits, scale, softcap)
-    return z, slope, z.log_softmax(-1)
-
-
-def write_gradient(
+def score_plainly(
     logits: Tensor,
     labels: Tensor,
-    slope: Tensor | float,
-    log_p: Tensor,
-    g_log_prob: Tensor | None,
-    g_entropy: Tensor | None = None,
-) -> None:
-    """In plain torch: logits -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
-    p = log_p.exp()
-    g = torch.zeros_like(p)
-    if g_log_prob is not None:
-        g -= p * g_log_prob[:, None]
-        g.scatter_add_(1, labels.long()[:, None], g_log_prob[:, None])
-    if g_entropy is not None:
-        p_log_p = torch.special.xlogy(p, p)
-        g -= g_entropy[:, None] * (p_log_p - p * p_log_p.sum(-1, keepdim=True))
-    logits.copy_(g.mul_(slope))
+    scale: float,
+    softcap: float | None,
+    fields: Collection[Field],
+    upstream: Sequence[Tensor | None],
+) -> TokenScores:
+    """Score logits `[L, V]` in plain torch. In place: logits -> their gradient, if any upstream is there.
+
+    upstream: the gradients `[L]` of log_prob and entropy, or None.
+    """
+    needs_grad = any(g is not None for g in upstream)
+    leaf = logits.detach().requires_grad_(needs_grad)
+    with torch.set_grad_enabled(needs_grad):
+        scores = reference.score(reference.scale_and_cap(leaf, scale, softcap), labels, fields)
+    if needs_grad:
+        pairs = [(x, g) for x, g in zip(scores, upstream, strict=False) if x is not None and g is not None]
+        (g_logits,) = torch.autograd.grad([x for x, _ in pairs], leaf, [g for _, g in pairs])
+        logits.copy_(g_logits)
+    return scores
 
 
 # V is specialised: Triton must know that 16 divides it for 16-byte accesses.

@@ -254,22 +254,36 @@ def varlen_attention(
     return torch.cat(outs).to(q.dtype)
 
 
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    scale: float,
-    extra: ExtraLogits | None,
-) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: ExtraLogits | None) -> Tensor:
     wide = wide_dtype(hidden)
     logits = F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if extra is not None and extra.b is not None:
-        logits = logits + extra.h.to(wide) @ extra.b.to(wide).t()
-    elif extra is not None and extra.outputs is not None:
-        logits = logits.index_copy(-1, extra.outputs, extra.h.to(wide))
-    logits = scale * logits
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits + extra.h.to(wide) @ extra.b.to(wide).t()
+    if extra is not None and extra.outputs is not None:
+        return logits.index_copy(-1, extra.outputs, extra.h.to(wide))
+    return logits
+
+
+def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return scale * logits in float32 or wider; softcap * tanh(scale * logits / softcap) with a softcap."""
+    z = scale * logits.to(wide_dtype(logits))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def score(z: Tensor, labels: Tensor, fields: Collection[Field]) -> TokenScores:
+    """Score labels `[...]` under logits `[..., V]`."""
+    log_p = z.log_softmax(-1)
+    has_no_label = labels == -100
+    scores = {"log_prob": log_p.gather(-1, labels.clamp(min=0).long()[..., None])[..., 0]}
+    if "entropy" in fields:  # 0 * -inf would be NaN
+        scores["entropy"] = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    if "is_top1" in fields:
+        scores["is_top1"] = z.argmax(-1) == labels
+    if "mean_logit" in fields:
+        scores["mean_logit"] = z.mean(-1)
+    if "log_sum_sq_probs" in fields:
+        scores["log_sum_sq_probs"] = (2 * log_p).logsumexp(-1)
+    return TokenScores(**{name: x.masked_fill(has_no_label, 0) for name, x in scores.items()})
 
 
 def linear_cross_entropy(
@@ -283,10 +297,9 @@ def linear_cross_entropy(
     extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Compute the mean cross-entropy of labels, from all logits at once."""
-    logits = _logits(hidden, weight, bias, softcap, scale, extra)
-    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
-    return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
+    """Take the logits of all rows at once."""
+    scores = token_scores(hidden, weight, labels, bias=bias, softcap=softcap, scale=scale, extra=extra)
+    return -scores.log_prob.sum() / ((labels != -100).sum() if num_items is None else num_items)
 
 
 def token_scores(
@@ -300,21 +313,8 @@ def token_scores(
     extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
-    """Compute scores of labels, from all logits at once."""
-    logits = _logits(hidden, weight, bias, softcap, scale, extra)
-    has_label = labels != -100
-    log_p = logits.log_softmax(-1)
-    scores = {
-        "log_prob": log_p.gather(-1, labels.clamp(min=0).long()[..., None])[..., 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "is_top1": (logits.argmax(-1) == labels),
-        "mean_logit": logits.mean(-1),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-    }
-    wanted = {"log_prob", *fields}
-    return TokenScores(
-        **{name: score.masked_fill(~has_label, 0) for name, score in scores.items() if name in wanted}
-    )
+    """Take the logits of all rows at once."""
+    return score(scale_and_cap(_logits(hidden, weight, bias, extra), scale, softcap), labels, fields)
 
 
 def dequantize_4bit(

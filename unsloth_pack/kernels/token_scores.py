@@ -33,12 +33,11 @@ from unsloth_pack.kernels.head import (
     HeadPass,
     LabelledRows,
     load_block,
-    log_softmax,
     logit_and_slope,
     prepare_head_inputs,
     scale_rounded_once,
+    score_plainly,
     spread_gradients,
-    write_gradient,
 )
 from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
@@ -258,11 +257,18 @@ def _score(
     logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
 ) -> None:
     """Write scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
+    log_prob, *others = scores
+    assert log_prob is not None
     if not takes_fused_path(logits, logits):
-        _plain_score(logits, labels, scores, scale, softcap, with_grad)
+        fields = [field for field, wanted in zip(FIELDS, others, strict=True) if wanted is not None]
+        upstream = [torch.ones_like(log_prob)] if with_grad else []
+        for score, plain in zip(
+            scores, score_plainly(logits, labels, scale, softcap, fields, upstream), strict=True
+        ):
+            if score is not None and plain is not None:
+                score.copy_(plain)
         return
     L, V = logits.shape
-    log_prob, *others = scores
     with torch.cuda.device_of(logits):
         score_kernel[(L,)](
             *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
@@ -277,8 +283,7 @@ def _to_gradient(
 ) -> None:
     """In place: logits `[L, V]` -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
     if not takes_fused_path(logits, logits):
-        _, slope, log_p = log_softmax(logits, scale, softcap)
-        write_gradient(logits, labels, slope, log_p, *upstream)
+        score_plainly(logits, labels, scale, softcap, ["entropy"], upstream)
         return
     L, V = logits.shape
     g_log_prob, g_entropy = upstream
@@ -290,24 +295,3 @@ def _to_gradient(
             *(softcap is not None, g_log_prob is not None, g_entropy is not None, _BLOCK),
             num_warps=4,
         )
-
-
-def _plain_score(
-    logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
-) -> None:
-    """Do the same in plain torch."""
-    log_prob, entropy, is_top1, mean_logit, log_sum_sq_probs = scores
-    assert log_prob is not None
-    z, slope, log_p = log_softmax(logits, scale, softcap)
-    log_prob.copy_(log_p.gather(1, labels.long()[:, None])[:, 0])
-    if entropy is not None:
-        p = log_p.exp()
-        entropy.copy_(-torch.special.xlogy(p, p).sum(-1))
-    if is_top1 is not None:
-        is_top1.copy_(z.argmax(-1) == labels)
-    if mean_logit is not None:
-        mean_logit.copy_(z.mean(-1))
-    if log_sum_sq_probs is not None:
-        log_sum_sq_probs.copy_((2 * log_p).logsumexp(-1))
-    if with_grad:
-        write_gradient(logits, labels, slope, log_p, torch.ones_like(log_prob))
