@@ -81,7 +81,7 @@ def test_every_public_name_is_there():
 
 
 def test_every_kernel_has_an_oracle_of_its_arguments():
-    functions = [name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
+    functions = [name for name, value in vars(kernels).items() if inspect.isfunction(value)]
     assert len(functions) > 5
     for name in functions:
         kernel, oracle = (inspect.signature(getattr(module, name)) for module in (kernels, kernels.reference))

@@ -12,7 +12,6 @@ from unsloth_pack.kernels import (
     quantize_rows,
     reference,
 )
-from unsloth_pack.kernels.quantized import _transpose_side_by_side
 
 pytest.importorskip("triton")
 HAS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
@@ -114,9 +113,6 @@ def test_transposed_matrices_side_by_side(heights, width):
         for height in heights
     ]
     expected = torch.cat([weight.values.float() for weight in weights]).t()
-    for values in (
-        fp8_transposed(weights).values,
-        _transpose_side_by_side([weight.values for weight in weights]),
-    ):
-        assert values.is_contiguous()
-        assert torch.equal(values.float(), expected)
+    values = fp8_transposed(weights).values
+    assert values.is_contiguous()
+    assert torch.equal(values.float(), expected)

@@ -3,7 +3,7 @@
 All have autograd except `dropout`, `gated_lora`, fp8, four bits and routed experts: autograd nodes call them.
 CUDA tensors run on Triton or torch's GEMMs. CPU tensors run on the oracle, or on Triton's interpreter if
 TRITON_INTERPRET=1 is set before the first import. Triton is optional. Shapes, dtypes or devices that do not
-fit together raise ValueError.
+fit together raise ValueError in all that have autograd.
 """
 
 from unsloth_pack.kernels.arguments import (
@@ -39,39 +39,3 @@ from unsloth_pack.kernels.quantized import (
 )
 from unsloth_pack.kernels.rope import rope_qk
 from unsloth_pack.kernels.token_scores import token_scores
-
-__all__ = [
-    "ExtraLogits",
-    "Fp8Columns",
-    "Fp8Rows",
-    "Gate",
-    "InnerSum",
-    "LabelledRows",
-    "LowRank",
-    "NestedScales",
-    "QKNorm",
-    "Scaled",
-    "TokenScores",
-    "add_rms_norm",
-    "dequantize_4bit",
-    "dropout",
-    "fp8_linear",
-    "fp8_linear_backward",
-    "fp8_transposed",
-    "gated",
-    "gated_lora_",
-    "gated_lora_backward_",
-    "grouped_mm",
-    "grouped_outer",
-    "linear_cross_entropy",
-    "quantize_rows",
-    "relu2",
-    "rms_norm",
-    "rope_qk",
-    "routed_gate_",
-    "routed_gate_backward_",
-    "sum_of_rows",
-    "token_scores",
-    "varlen_attention",
-    "xielu",
-]

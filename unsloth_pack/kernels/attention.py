@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +109,16 @@ def varlen_attention(
     Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2, with a loop of its own for the gradient of q;
     Gemma Team 2024 (Gemma 2) for the softcap; OpenAI 2025 (gpt-oss) for the sinks.
     """
-    _check(q, k, v, cu_seqlens, window, softcap, sinks)
+    tensors = dict(q=("NHD", q), k=("NKD", k), v=("NKD", v), sinks=("H", sinks))
+    check_shapes(**tensors, cu_seqlens=("S", cu_seqlens))
+    check_dtypes(q=q, k=k, v=v)
+    (_, H, D), K = q.shape, k.shape[1]
+    if not K or H % K or not 0 < D <= MAX_HEAD_DIM:
+        raise ValueError(f"{H} and {K} heads of {D}: pass a multiple, and a size from 1 to {MAX_HEAD_DIM}")
+    if cu_seqlens.dtype != torch.int32 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}: pass [segments + 1] of torch.int32")
+    if (window is not None and window < 1) or (softcap is not None and not 0 < softcap < math.inf):
+        raise ValueError(f"window is {window} and softcap {softcap}: pass positive ones, or None")
     if not takes_fused_path(q, k):
         return reference.varlen_attention(
             q, k, v, cu_seqlens, scale, window=window, softcap=softcap, sinks=sinks
@@ -121,8 +129,13 @@ def varlen_attention(
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, sinks, options):
-        q, k, v = _as_readable(q), _as_readable(k), _as_readable(v)
-        out, shift, norm = _forward(q, k, v, cu_seqlens, sinks, options)
+        q, k, v = map(_as_readable, (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
+        with torch.cuda.device_of(q):
+            tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
+            _launch(forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), cu_seqlens, options)
         ctx.save_for_backward(q, k, v, out, shift, norm, cu_seqlens, sinks)
         ctx.options = options
         return out
@@ -130,49 +143,27 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_out):
-        *saved, sinks = ctx.saved_tensors
-        gq, gk, gv, delta = _backward(saved, _as_readable(g_out), ctx.options)
-        g_sinks = None
-        if ctx.needs_input_grad[4]:
-            g_sinks = _sinks_gradient(sinks, saved[4], saved[5], delta)
+        q, k, v, out, shift, norm, cu_seqlens, sinks = ctx.saved_tensors
+        g_out, options, tiles = _as_readable(g_out), ctx.options, _tiles(q)
+        strided = q, k, v, g_out
+        gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
+        members = _count_members(q, k, tiles.kv_gradient)
+        parts = q.shape[1] // k.shape[1] // members
+        wide = q.dtype if parts == 1 else torch.float32
+        gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
+        gk, gv = gk_and_gv.unbind()
+        with torch.cuda.device_of(q):
+            tensors = (q, k, v, out, shift, norm, g_out, gq, delta)
+            _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, cu_seqlens, options)
+            launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
+            if tiles.v_gradient is not None:
+                launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
+            for tile, *into in launches:
+                tensors = (q, k, v, shift, norm, g_out, delta, *into, k.numel())
+                _launch(kv_gradient_kernel, tile, False, tensors, strided, cu_seqlens, options, members)
+        gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
+        g_sinks = _sinks_gradient(sinks, shift, norm, delta) if ctx.needs_input_grad[4] else None
         return gq, gk, gv, None, g_sinks, None
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the output, and shift and norm `[N, H]`; norm is None except in float32."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
-    tile = _tiles(q).forward
-    with torch.cuda.device_of(q):
-        tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
-        _launch(forward_kernel, tile, True, tensors, (q, k, v), cu_seqlens, options)
-    return out, shift, norm
-
-
-def _backward(saved: Sequence[Tensor], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, and out · g_out of every query, `[N, H]`."""
-    q, k, v, out, shift, norm, cu_seqlens = saved
-    gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
-    tiles, strided = _tiles(q), (q, k, v, g_out)
-    members = _count_members(q, k, tiles.kv_gradient)
-    parts = q.shape[1] // k.shape[1] // members
-    wide = q.dtype if parts == 1 else torch.float32
-    gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
-    gk, gv = gk_and_gv.unbind()
-    with torch.cuda.device_of(q):
-        tensors: tuple[Tensor | None, ...] = (q, k, v, out, shift, norm, g_out, gq, delta)
-        _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, cu_seqlens, options)
-        launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
-        if tiles.v_gradient is not None:
-            launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
-        for tile, into_gk, into_gv in launches:
-            arguments = (q, k, v, shift, norm, g_out, delta, into_gk, into_gv, k.numel())
-            _launch(kv_gradient_kernel, tile, False, arguments, strided, cu_seqlens, options, members)
-    gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
-    return gq, gk, gv, delta
 
 
 def _sinks_gradient(sinks: Tensor, shift: Tensor, norm: Tensor | None, delta: Tensor) -> Tensor:
@@ -242,25 +233,3 @@ def _padded(head_dim: int) -> int:
 def _as_readable(x: Tensor) -> Tensor:
     """Return x, or a copy if a kernel cannot read it in place."""
     return x if x.stride(-1) == 1 and max(x.stride()) < _MAX_STRIDE else x.contiguous()
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    """Raise ValueError unless the arguments fit together."""
-    tensors = dict(q=("NHD", q), k=("NKD", k), v=("NKD", v), sinks=("H", sinks))
-    check_shapes(**tensors, cu_seqlens=("S", cu_seqlens))
-    check_dtypes(q=q, k=k, v=v)
-    (_, H, D), K = q.shape, k.shape[1]
-    if not K or H % K or not 0 < D <= MAX_HEAD_DIM:
-        raise ValueError(f"{H} and {K} heads of {D}: pass a multiple, and a size from 1 to {MAX_HEAD_DIM}")
-    if cu_seqlens.dtype != torch.int32 or not len(cu_seqlens):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}: pass [segments + 1] of torch.int32")
-    if (window is not None and window < 1) or (softcap is not None and not 0 < softcap < math.inf):
-        raise ValueError(f"window is {window} and softcap {softcap}: pass positive ones, or None")

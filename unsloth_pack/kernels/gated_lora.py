@@ -13,7 +13,6 @@ next ones while it computes, so that both kernels run at the speed of the device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,6 @@ from unsloth_pack.kernels.arguments import LowRank
 from unsloth_pack.kernels.elementwise import product_and_gradients
 from unsloth_pack.kernels.launch import (
     as_rows,
-    check_activation,
-    check_dtypes,
-    check_shapes,
     floor_power_of_2,
     jit,
     multiply,
@@ -99,9 +95,6 @@ def gated_lora_(
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
-    _check(activation, [of_gate, of_up], gate=gate, up=up)
-    if store:
-        _check_written(gate=gate, up=up)
     if not takes_fused_path(gate, up):
         return reference.gated_lora_(gate, of_gate, up, of_up, activation, store)
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
@@ -141,8 +134,6 @@ def gated_lora_backward_(
         the scales, in float32 (float64 for float64); None where that part is None.
     """
     added = [of_g_out, of_gate, of_up]
-    _check(activation, added, gate=gate, up=up, g_out=g_out, g_gate=g_gate, g_up=g_up)
-    _check_written(g_out=g_out, g_gate=g_gate, g_up=g_up)
     if not takes_fused_path(gate, up):
         return reference.gated_lora_backward_(
             g_out, of_g_out, gate, of_gate, up, of_up, activation, g_gate, g_up
@@ -186,24 +177,6 @@ def _part(low_rank: LowRank | None, like: Tensor) -> _Part:
     left, right, scale = low_rank
     left = left if left.stride(1) == 1 else left.contiguous()
     return _Part(left, right, float(scale), left.stride(0), right.stride(0), right.stride(1), left.shape[1])
-
-
-def _check(activation: str, parts: Sequence[LowRank | None], **tensors: Tensor) -> None:
-    """Raise ValueError unless the tensors are all `[N, F]` and the parts fit them."""
-    check_activation(activation)
-    check_shapes(**{name: ("NF", x) for name, x in tensors.items()})
-    check_dtypes(**tensors)
-    gate = tensors["gate"]
-    for left, right, _ in filter(None, parts):
-        check_shapes(gate=("NF", gate), left=("Nr", left), right=("Fr", right))
-        check_dtypes(gate=gate, left=left, right=right)
-
-
-def _check_written(**tensors: Tensor) -> None:
-    """Raise ValueError unless a kernel can write into the tensors: no two rows overlap."""
-    for name, x in tensors.items():
-        if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
-            raise ValueError(f"{name} has strides {[*x.stride()]}: pass contiguous rows or a slice of them")
 
 
 # F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. The strides of

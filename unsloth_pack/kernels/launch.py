@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
@@ -57,57 +57,44 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
-_local = threading.local()  # other threads go on launching
+class _Local(threading.local):  # other threads go on launching
+    compile: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # in place of a launch
 
 
-class _CompileQueue:
-    """Compile kernels in threads, each once for a set of arguments.
-
-    Triton compiles a kernel at its first launch, and a first step launches a dozen, one after the other. Most
-    of that time Triton is in its compiler, `ptxas` or `gcc`, where threads do not wait for each other.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._signatures: set[tuple[Any, ...]] = set()
-        self._threads = ThreadPoolExecutor(thread_name_prefix="compiles a kernel")
-
-    def add(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compile a kernel of Triton's jit for such arguments, unless it was added before."""
-        named = ((name, _signature(value)) for name, value in options.items())
-        signature = (id(kernel), *map(_signature, args), *named)
-        if signature not in self._signatures:
-            self._signatures.add(signature)
-            small = tuple(map(_shrink, args)), {name: _shrink(value) for name, value in options.items()}
-            self._threads.submit(self._compile, kernel, *small)
-
-    def _compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        with torch.cuda.device(self._device):
-            return kernel.warmup(*args, grid=(1,), **options).run  # reading `run` loads the kernel
-
-    def wait(self) -> None:
-        """Wait for the threads. A failed compilation fails again at its launch."""
-        self._threads.shutdown()
+_local = _Local()
 
 
 @contextmanager
 def compile_in_parallel(device: torch.device) -> Iterator[None]:
-    """Compile the kernels that this thread would launch, and launch none.
+    """Compile the kernels that this thread would launch, each once for a set of arguments; launch none.
 
-    Their outputs stay uninitialised: discard all that is computed from them. Run the backward pass in the
-    same thread.
+    Triton compiles a kernel at its first launch, and a first step launches a dozen, one after the other. Most
+    of that time Triton is in its compiler, `ptxas` or `gcc`, where threads do not wait for each other. A
+    failed compilation fails again at its launch.
+
+    Outputs stay uninitialised: discard all that is computed from them. Run the backward pass in the same
+    thread.
     """
-    queue = _local.queue = _CompileQueue(device)
-    try:
-        yield
-    finally:
-        _local.queue = None
-        queue.wait()
+    signatures = set()
 
+    def warm_up(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        with torch.cuda.device(device):
+            return kernel.warmup(*args, grid=(1,), **options).run  # reading `run` loads the kernel
 
-def get_compile_queue() -> _CompileQueue | None:
-    """Return this thread's queue; None while kernels are launched."""
-    return getattr(_local, "queue", None)
+    def add(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        arguments = args, tuple(options.items())
+        signature = id(kernel), _signature(arguments)
+        if signature not in signatures:
+            signatures.add(signature)
+            args, named = _shrink(arguments)
+            threads.submit(warm_up, kernel, args, dict(named))
+
+    with ThreadPoolExecutor(thread_name_prefix="compiles a kernel") as threads:
+        _local.compile = add
+        try:
+            yield
+        finally:
+            _local.compile = None
 
 
 def _signature(value: Any) -> Any:
@@ -122,7 +109,7 @@ def _shrink(value: Any) -> Any:
     if isinstance(value, Tensor):
         n_before = value.data_ptr() % 16 // value.element_size()
         return value.new_empty(n_before + 1)[n_before:]
-    return type(value)(map(_shrink, value)) if isinstance(value, tuple | list) else value
+    return tuple(map(_shrink, value)) if isinstance(value, tuple | list) else value
 
 
 try:
@@ -132,7 +119,6 @@ except ImportError:  # without Triton the reference runs in place of every kerne
     triton = tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-ACTIVATIONS = ("silu", "gelu_tanh")  # with a gate
 FUSED_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
@@ -150,29 +136,20 @@ def check_shapes(**tensors: tuple[str, Tensor | None]) -> None:
     """Raise ValueError unless every letter means one size, and all tensors are on one device.
 
     Args:
-        tensors: by name, their dims and the tensor, such as `x=("NC", x)`; None fits. A first `*` (or `+`)
-            stands for any dims, the same for all.
+        tensors: by name, their dims and the tensor, such as `x=("NC", x)`; None fits. A first `*` stands for
+            any dims, the same for all.
     """
     sizes: dict[str, object] = {}
-    device = None
     for name, (dims, x) in tensors.items():
         if x is None:
             continue
-        shape: Sequence[object] = x.shape
-        if dims[0] in "*+":
-            n_before = len(shape) - len(dims) + 1
-            shape = (shape[:n_before], *shape[n_before:]) if n_before >= 0 else ()
-        fits = len(shape) == len(dims)
-        for dim, size in zip(dims, shape, strict=False):
-            fits = fits and sizes.setdefault(dim, size) == size
-        if not fits:
-            own = zip(dims, shape, strict=False)
-            other = ", ".join(f"{dim} = {sizes[dim]}" for dim, size in own if sizes.get(dim, size) != size)
-            raise ValueError(f"{name} is {[*x.shape]}: pass [{', '.join(dims)}]{other and f' of {other}'}")
-        if device is None:
-            device = x.device
-        elif x.device != device:
-            raise ValueError(f"{name} is on {x.device}: move it to {device}")
+        n_before = x.dim() - len(dims) + 1
+        shape = (x.shape[:n_before], *x.shape[n_before:]) if dims[0] == "*" else x.shape
+        own = {"device": x.device, **dict(zip(dims, shape, strict=False))}
+        wrong = [dim for dim, size in own.items() if sizes.setdefault(dim, size) != size]
+        if wrong or len(shape) != len(dims):
+            of = f" of {', '.join(f'{dim} = {sizes[dim]}' for dim in wrong)}" if wrong else ""
+            raise ValueError(f"{name} is {[*x.shape]} on {x.device}: pass [{', '.join(dims)}]{of}")
 
 
 def check_dtypes(**tensors: Tensor | None) -> None:
@@ -181,12 +158,6 @@ def check_dtypes(**tensors: Tensor | None) -> None:
     if dtypes.count(dtypes[0]) < len(dtypes) or not dtypes[0].is_floating_point:
         listed = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items() if x is not None)
         raise ValueError(f"{listed}: cast all to one floating dtype")
-
-
-def check_activation(activation: str) -> None:
-    """Raise ValueError for an unknown activation."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -222,10 +193,9 @@ if triton is not None:
         """A kernel that `compile_in_parallel` compiles without a launch."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            queue = None if warmup else get_compile_queue()
-            if queue is None:
+            if _local.compile is None or warmup:
                 return super().run(*args, grid=grid, warmup=warmup, **options)
-            return queue.add(self, args, options)
+            return _local.compile(self, args, options)
 
 
 def floor_power_of_2(n: int) -> int:

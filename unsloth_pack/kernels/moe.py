@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import Gate, InnerSum, Scaled
 from unsloth_pack.kernels.elementwise import product_and_gradients
-from unsloth_pack.kernels.launch import check_activation, check_shapes, jit, takes_fused_path, tl, triton
+from unsloth_pack.kernels.launch import jit, takes_fused_path, tl, triton
 
 _BLOCK = 1024  # columns of a row that a program takes at a time
 _WARPS = 4
@@ -43,7 +43,6 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
     Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6; OpenAI 2025, "gpt-oss model card",
     section 2.2, for the limit and the offset.
     """
-    _check(inner, weight, gate)
     if not takes_fused_path(inner.base, weight):
         return reference.routed_gate_(inner, weight, gate, keep)
     S, F = len(inner.base), inner.base.shape[1] // 2
@@ -73,7 +72,6 @@ def routed_gate_backward_(
         The gradient of `weight`: `[S]` float32, float64 for float64.
     """
     more, scale = (None, 0.0) if of_g_out is None else of_g_out
-    _check(inner, weight, gate, g_out=g_out, of_g_out=more, g_inner=g_inner)
     S, F = g_out.shape
     if not takes_fused_path(inner.base, weight):
         return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
@@ -98,20 +96,16 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
     Returns:
         `[N, C]`, computed in float32 (float64 for float64) and rounded once.
     """
-    (first, scale), *rest = parts
-    if len(rest) > 1 or any(part.values.shape != first.shape for part in rest):
-        raise ValueError(f"parts are {[[*x.values.shape] for x in parts]}: pass one or two, of one shape")
-    if not all(takes_fused_path(part.values, part.values) for part in parts):
+    first, scale = parts[0]
+    if not takes_fused_path(first, first):
         return reference.sum_of_rows(parts, places)
     (N, k), C = places.shape, first.shape[1]
     out = first.new_empty((N, C))
-    more, more_scale = rest[0] if rest else (None, 0.0)
+    more, more_scale = parts[1] if len(parts) > 1 else (None, 0.0)
     block = _choose_block(C)
     with torch.cuda.device_of(out):
         _sum_of_rows_kernel[(N * triton.cdiv(C, block),)](
-            *(first.contiguous(), scale, more if more is None else more.contiguous(), more_scale),
-            *(places.contiguous(), out, C, k, block),
-            num_warps=_WARPS,
+            *(first, scale, more, more_scale, places, out, C, k, block), num_warps=_WARPS
         )
     return out
 
@@ -127,26 +121,6 @@ def _get_inner_arguments(inner: InnerSum) -> tuple[Tensor | float | None, ...]:
 
 def _get_gate_arguments(gate: Gate) -> tuple[float, float, float]:
     return gate.alpha, float("inf") if gate.limit is None else gate.limit, gate.offset
-
-
-def _check(inner: InnerSum, weight: Tensor, gate: Gate, **gradients: Tensor | None) -> None:
-    """Raise ValueError unless the arguments fit together."""
-    check_activation(gate.activation)
-    if gate.alpha != 1 and gate.activation != "silu":
-        raise ValueError(f"alpha is {gate.alpha} with {gate.activation}: it is for silu alone")
-    base, low_rank, bias, expert = inner
-    if (bias is None) != (expert is None):
-        raise ValueError("bias or expert is missing: pass both or neither")
-    tensors = {"base": base, "low_rank": low_rank and low_rank.values, "bias": bias, **gradients}
-    dims = {"bias": "EG", "g_out": "SF", "of_g_out": "SF"}  # G = 2F columns of gate and up
-    check_shapes(
-        **{name: (dims.get(name, "SG"), x) for name, x in tensors.items()},
-        weight=("S", weight),
-        expert=("S", expert),
-    )
-    for name, x in tensors.items():
-        if x is not None and not x.is_contiguous():
-            raise ValueError(f"{name} has strides {[*x.stride()]}: pass a contiguous one")
 
 
 # F and C are specialised: Triton must know that 16 divides them for 16-byte accesses.

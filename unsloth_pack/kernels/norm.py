@@ -80,73 +80,53 @@ def add_rms_norm(
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, added, weight, eps: float, offset: float):
-        total, out = _norm(x, added, weight, eps, offset)
-        ctx.save_for_backward(total, weight)
+        (rows, row_stride), total, added_rows, added_stride = as_rows(x), None, None, 0
+        if added is not None:
+            added_rows, added_stride = as_rows(added)
+            total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype))
+        normed = x if total is None else total
+        dtype = torch.promote_types(normed.dtype, weight.dtype) if offset == 0 else normed.dtype
+        out = x.new_empty(x.shape, dtype=dtype)
+        C = x.shape[-1]
+        R = x.numel() // C
+        BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 1)
+        with torch.cuda.device_of(x):
+            _norm_kernel[(-(-R // BLOCK_R),)](
+                rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
+                C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+            )  # fmt: skip
+        ctx.save_for_backward(normed, weight)
         ctx.eps_and_offset = eps, offset
         ctx.dtypes = x.dtype, None if added is None else added.dtype
         ctx.set_materialize_grads(False)
-        return total, out
+        return normed, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_total, g_out):
-        total, weight = ctx.saved_tensors
-        eps, offset = ctx.eps_and_offset
-        g_weight = None
+        x, weight = ctx.saved_tensors
+        gx, partial = g_total, None
         if g_out is not None:
+            (g_rows, g_stride), (rows, row_stride) = as_rows(g_out), as_rows(x)
+            other, other_stride = (None, 0) if g_total is None else as_rows(g_total)
+            gx = x.new_empty(x.shape)
+            C = x.shape[-1]
+            R = x.numel() // C
             trained = ctx.needs_input_grad[2]
-            g_total, g_weight = _norm_backward(g_out, total, weight, eps, offset, trained, g_total)
-        gx, g_added = (None if d is None or g_total is None else g_total.to(d) for d in ctx.dtypes)
-        return gx, g_added, g_weight, None, None
-
-
-def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float):
-    """Return x + added (x itself if added is None) and its norm."""
-    (rows, row_stride), total, added_rows, added_stride = as_rows(x), None, None, 0
-    if added is not None:
-        added_rows, added_stride = as_rows(added)
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype))
-    dtype = x.dtype if total is None else total.dtype
-    C = x.shape[-1]
-    R = x.numel() // C
-    out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype) if offset == 0 else dtype)
-    BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 1)
-    with torch.cuda.device_of(x):
-        _norm_kernel[(-(-R // BLOCK_R),)](
-            rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
-            C, BLOCK_R, BLOCK_C, num_warps=num_warps,
-        )  # fmt: skip
-    return x if total is None else total, out
-
-
-def _norm_backward(
-    g_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    trained: bool,
-    g_x: Tensor | None = None,
-):
-    """Return the gradients of x, plus g_x, and, if it is trained (else None), of the weight."""
-    (g_rows, g_stride), (rows, row_stride) = as_rows(g_out), as_rows(x)
-    other, other_stride = (None, 0) if g_x is None else as_rows(g_x)
-    C = x.shape[-1]
-    R = x.numel() // C
-    gx = x.new_empty(x.shape)
-    BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 3 if trained else 2)
-    programs, steps, partial = -(-R // BLOCK_R), 1, None
-    if trained:
-        steps = max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS))
-        programs = -(-programs // steps)
-        # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
-        partial = x.new_empty((programs, C), dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        _norm_backward_kernel[(programs,)](
-            g_rows, rows, weight, other, gx, partial, eps, offset, R, steps,
-            g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
-        )  # fmt: skip
-    return gx, None if partial is None else partial.sum(0).to(weight.dtype)
+            BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 3 if trained else 2)
+            programs, steps = -(-R // BLOCK_R), 1
+            if trained:
+                steps = max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS))
+                programs = -(-programs // steps)
+                # A row for each program, summed in a fixed order: the same bits every run, unlike atomics.
+                partial = x.new_empty((programs, C), dtype=torch.float32)
+            with torch.cuda.device_of(x):
+                _norm_backward_kernel[(programs,)](
+                    g_rows, rows, weight, other, gx, partial, *ctx.eps_and_offset, R, steps,
+                    g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+                )  # fmt: skip
+        g_weight = None if partial is None else partial.sum(0).to(weight.dtype)
+        return *(None if d is None or gx is None else gx.to(d) for d in ctx.dtypes), g_weight, None, None
 
 
 @functools.cache

@@ -103,11 +103,20 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, out: Tensor) -> Tensor:
 
 
 def fp8_transposed(weights: Sequence[Fp8Rows]) -> Fp8Columns:
-    """Transpose weights `[O, I]` over one input for `fp8_linear_backward`, in one launch."""
+    """Transpose weights `[O, I]` over one input for `fp8_linear_backward`, in one launch.
+
+    Tensor cores take e4m3 only with the summed dim last.
+    """
     values, scales = zip(*weights, strict=True)
-    if not values[0].is_cuda:
+    if not takes_fused_path(scales[0], scales[0]):
         return Fp8Columns(*reference.fp8_transposed(weights))
-    return Fp8Columns(_transpose_side_by_side(values), scales)
+    C, heights = values[0].shape[1], tuple(map(len, values))
+    out = values[0].new_empty((C, sum(heights)))
+    grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
+    as_bytes = tuple(x.view(torch.uint8) for x in values)
+    with torch.cuda.device_of(out):
+        _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
+    return Fp8Columns(out, scales)
 
 
 def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) -> Tensor:
@@ -130,17 +139,6 @@ def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) 
 def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     scales = (x.scale, scale.t())
     torch._scaled_mm(x.values, values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
-    return out
-
-
-def _transpose_side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Transpose parts `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
-    C, heights = parts[0].shape[1], tuple(map(len, parts))
-    out = parts[0].new_empty((C, sum(heights)))
-    grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
-    as_bytes = tuple(part.view(torch.uint8) for part in parts)
-    with torch.cuda.device_of(out):
-        _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
     return out
 
 
@@ -214,11 +212,6 @@ def dequantize_4bit(
         `[n * block]`, bit for bit as by bitsandbytes.
     """
     n = len(scales.values if isinstance(scales, NestedScales) else scales)
-    if block < 32 or block & (block - 1):
-        raise ValueError(f"block is {block}: pass a power of 2 from 32 on")
-    if packed.dtype != torch.uint8 or packed.shape != (n * block // 2,):
-        needed = f"[{n * block // 2}] of torch.uint8, for {n} blocks of {block}"
-        raise ValueError(f"packed is {[*packed.shape]} of {packed.dtype}: pass {needed}")
     if not takes_fused_path(code, code):
         return reference.dequantize_4bit(packed, code, scales, block, dtype)
     out = torch.empty(n * block, dtype=dtype, device=packed.device)

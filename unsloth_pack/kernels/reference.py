@@ -63,7 +63,6 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
 
 
 def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply group by group. The host waits for the ends of the groups."""
     y_SO = x_SI.new_empty((len(x_SI), weight_EIO.shape[2]))
     for group, rows in _list_groups(ends_E):
         torch.mm(x_SI[rows], weight_EIO[group], out=y_SO[rows])
@@ -71,7 +70,6 @@ def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply group by group. The host waits for the ends of the groups."""
     product_EIO = left_SI.new_zeros((len(ends_E), left_SI.shape[1], right_SO.shape[1]))
     for group, rows in _list_groups(ends_E):
         torch.mm(left_SI[rows].t(), right_SO[rows], out=product_EIO[group])
@@ -86,7 +84,6 @@ def _list_groups(ends_E: Tensor) -> list[tuple[int, slice]]:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up, where act is "silu" or "gelu_tanh"."""
     promoted = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.promote_types(promoted, torch.float32)
     x = gate.to(wide)
@@ -95,12 +92,10 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Compute max(x, 0)²."""
     return F.relu(x.to(wide_dtype(x))).square().to(x.dtype)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-    """Compute xIELU."""
     wide = x.to(wide_dtype(x))
     beta, eps = beta.detach().to(wide.dtype), eps.detach().to(wide.dtype)
     above = F.softplus(alpha_p.to(wide.dtype)) * wide.square()
@@ -111,7 +106,6 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 def gated_lora_(
     gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
 ) -> Tensor:
-    """Compute act(gate + of_gate) * (up + of_up); with `store` gate and up become the sums."""
     sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
     if store:
         gate.copy_(sums[0])
@@ -130,7 +124,6 @@ def gated_lora_backward_(
     g_gate: Tensor,
     g_up: Tensor,
 ) -> list[Tensor | None]:
-    """Write the sums' gradients to g_gate and g_up, the product to g_out; return products with lefts."""
     wide = wide_dtype(gate)
     x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
     with torch.enable_grad():
@@ -163,11 +156,6 @@ def rope_qk(
     qk_norm: QKNorm | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Norm q and k, with qk_norm, and rotate each pair of dims by its token's angle.
-
-    In Su et al. 2021, "RoFormer", eq. 34, pairs are neighbours; without `interleaved` the dims of a pair are
-    R/2 apart (transformers' `rotate_half`).
-    """
     R = cos.shape[-1]
     cos, sin = cos[..., : R // 2], sin[..., : R // 2]  # the second half of the tables repeats the first
     if position_ids is not None:
@@ -206,7 +194,6 @@ def _rms_norm(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Compute x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim."""
     promoted = torch.promote_types(x.dtype, weight.dtype)
     wide = torch.promote_types(promoted, torch.float32)
     x_wide, weight = x.to(wide), weight.to(wide)
@@ -217,7 +204,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the sum x + added, and its `rms_norm`."""
     total = x.view_as(x) if added is None else x + added
     return total, rms_norm(total, weight, eps, offset)
 
@@ -233,7 +219,6 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within each segment."""
     lengths = cu_seqlens.diff().tolist()
     group = q.shape[1] // k.shape[1]
     wide = wide_dtype(q)
@@ -297,7 +282,6 @@ def linear_cross_entropy(
     extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Take the logits of all rows at once."""
     scores = token_scores(hidden, weight, labels, bias=bias, softcap=softcap, scale=scale, extra=extra)
     return -scores.log_prob.sum() / ((labels != -100).sum() if num_items is None else num_items)
 
@@ -313,7 +297,6 @@ def token_scores(
     extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
-    """Take the logits of all rows at once."""
     return score(scale_and_cap(_logits(hidden, weight, bias, extra), scale, softcap), labels, fields)
 
 
@@ -328,7 +311,6 @@ def dequantize_4bit(
 
 
 def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise parts `[N, C_p]`, side by side, to e4m3 values and a float32 scale `[N, 1]`."""
     x = torch.cat(parts, dim=1).float()
     if column_scales is not None:
         x = x * torch.cat(list(column_scales)).t()
@@ -341,13 +323,11 @@ def dequantize_rows(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-    """Write x Wᵀ to out `[N, O]`, from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
     (x_values, x_scale), (w_values, w_scale) = x, weight
     return out.copy_((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t())
 
 
 def fp8_transposed(weights: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the transposed values of weights `[O, I]` side by side, and the scales of each weight."""
     values, scales = zip(*weights, strict=True)
     joined = torch.cat([v.view(torch.uint8) for v in values]).t().contiguous()
     return joined.view(torch.float8_e4m3fn), scales
@@ -356,14 +336,12 @@ def fp8_transposed(weights: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tu
 def fp8_linear_backward(
     gs: Sequence[Tensor], weights: tuple[Tensor, tuple[Tensor, ...]], out: Tensor
 ) -> Tensor:
-    """Write Σ g W to out `[N, I]`, from `[N, O]` of each weight; g is quantised with the scales in it."""
     w_values, w_scales = weights
     g_values, g_scale = quantize_rows(*gs, column_scales=w_scales)
     return out.copy_((g_values.float() * g_scale) @ w_values.float().t())
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
-    """Drop elements with probability p and scale the others by 1 / (1 - p)."""
     (n_rows, n_columns), wide = x.shape, wide_dtype(x)
     counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]

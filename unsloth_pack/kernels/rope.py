@@ -298,51 +298,46 @@ def rope_qk(
 class _RopeQK(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None, interleaved):
-        q_and_k = (None, None) if norm is None else (q, k)
-        ctx.save_for_backward(*q_and_k, cos, sin, position_ids, q_weight, k_weight)
+        tables, weights = (cos, sin, position_ids), (q_weight, k_weight)
+        ctx.save_for_backward(*tables, *weights, *(() if norm is None else (q, k)))
         ctx.options = norm, interleaved
-        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, 1.0)
+        return _turn(q, k, tables, weights, norm, interleaved, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gq_out, gk_out):
-        q, k, cos, sin, position_ids, q_weight, k_weight = ctx.saved_tensors
+        tables, weights = ctx.saved_tensors[:3], ctx.saved_tensors[3:5]
         norm, interleaved = ctx.options
         if norm is None:
-            tables = cos, sin, position_ids, None, None
-            gq, gk = _turn(gq_out, gk_out, *tables, norm, interleaved, -1.0)
-            return gq, gk, None, None, None, None, None, None, None
-        gq, gk, *g_weights = _norm_backward(
-            gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved,
-            any(ctx.needs_input_grad[5:7]),
-        )  # fmt: skip
-        return gq, gk, None, None, None, *g_weights, None, None
+            grads = *_turn(gq_out, gk_out, tables, weights, norm, interleaved, -1.0), None, None
+        else:
+            q, k = ctx.saved_tensors[5:]
+            trains = any(ctx.needs_input_grad[5:7])
+            grads = _norm_backward(gq_out, gk_out, q, k, tables, weights, norm, interleaved, trains)
+        return *grads[:2], None, None, None, *grads[2:], None, None
 
 
-def _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, direction):
+def _turn(q, k, tables, weights, norm, interleaved, direction):
     """Return q and k normed, unless norm is None, and rotated by θ * direction."""
-    N, T, HQ, HK, D = _get_sizes(q, k)
+    (B, T, HQ, D), HK = _by_token(q).shape, k.shape[1]
     q_out, k_out = _empty_like(q), _empty_like(k)
     eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
     blocks = _choose_blocks(HQ, HK, D, 1)
     with torch.cuda.device_of(q):
-        turn_kernel[(-(-N // blocks["BLOCK_T"]),)](
-            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight, eps, offset, direction,
-            N, T, *_get_strides(q), *_get_strides(k), *_get_table_strides(cos, position_ids),
-            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
+        turn_kernel[(-(-B * T // blocks["BLOCK_T"]),)](
+            q, k, q_out, k_out, *tables, *weights, eps, offset, direction,
+            B * T, T, *_by_token(q).stride(), *_by_token(k).stride(), *_get_table_strides(B, T, *tables),
+            HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
         )  # fmt: skip
     return q_out, k_out
 
 
-def _norm_backward(
-    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved, weight_grads
-):
+def _norm_backward(gq_out, gk_out, q, k, tables, weights, norm, interleaved, weight_grads):
     """Return the gradients of q, k and, with weight_grads (else None), of the norm's weights."""
-    N, T, HQ, HK, D = _get_sizes(q, k)
+    (B, T, HQ, D), HK = _by_token(q).shape, k.shape[1]
     gq, gk = _empty_like(q), _empty_like(k)
     blocks = _choose_blocks(HQ, HK, D, 3 if weight_grads else 2)
-    programs, STEPS = -(-N // blocks["BLOCK_T"]), 1
-    weights, partials = (q_weight, k_weight), [None, None]
+    programs, STEPS, partials = -(-B * T // blocks["BLOCK_T"]), 1, [None, None]
     if weight_grads:
         STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
         programs = -(-programs // STEPS)
@@ -350,43 +345,26 @@ def _norm_backward(
         partials = [w.new_empty((programs, len(w)), dtype=torch.float32) for w in weights]
     with torch.cuda.device_of(q):
         norm_backward_kernel[(programs,)](
-            gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, *partials,
-            norm.eps, norm.offset, N, T,
-            *(stride for x in (gq_out, gk_out, q, k) for stride in _get_strides(x)),
-            *_get_table_strides(cos, position_ids),
-            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
+            gq_out, gk_out, q, k, gq, gk, *tables, *weights, *partials, norm.eps, norm.offset, B * T, T,
+            *(stride for x in (gq_out, gk_out, q, k) for stride in _by_token(x).stride()),
+            *_get_table_strides(B, T, *tables),
+            HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
             **blocks,
         )  # fmt: skip
-    grads = (x if x is None else x.sum(0).to(w.dtype) for x, w in zip(partials, weights, strict=True))
-    return gq, gk, *grads
+    return gq, gk, *(x if x is None else x.sum(0).to(w.dtype) for x, w in zip(partials, weights, strict=True))
 
 
-def _get_sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
-    """Return N, T, HQ, HK, D."""
-    if q.dim() == 3:
-        T, HQ, D = q.shape
-        return T, T, HQ, k.shape[1], D
-    B, HQ, T, D = q.shape
-    return B * T, T, HQ, k.shape[1], D
+def _by_token(x: Tensor) -> Tensor:
+    """View q or k as `[B, T, H, D]`."""
+    return x.transpose(1, 2) if x.dim() == 4 else x[None]
 
 
-def _get_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of row, token, head and dim."""
-    if x.dim() == 3:
-        return 0, *x.stride()
-    row, head, token, dim = x.stride()
-    return row, token, head, dim
-
-
-def _get_table_strides(cos: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
+def _get_table_strides(
+    B: int, T: int, cos: Tensor, sin: Tensor, position_ids: Tensor | None
+) -> tuple[int, ...]:
     """Return the strides of row and token in position_ids, else in cos, and cos's last two."""
-    *rows, table_row, table_column = cos.stride()
-    if position_ids is None:
-        is_batched, token = len(rows) == 1 and cos.shape[0] > 1, table_row
-    else:
-        *rows, token = position_ids.stride()
-        is_batched = len(rows) == 1 and position_ids.shape[0] > 1
-    return rows[0] if is_batched else 0, token, table_row, table_column
+    row, token = (cos[..., 0] if position_ids is None else position_ids).expand(B, T).stride()
+    return row if B > 1 else 0, token, *cos.stride()[-2:]
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -413,27 +391,21 @@ def _check(
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit together."""
     of_q, of_k = ("THD", "TKD") if q.dim() == 3 else ("BHTD", "BKTD")
-    check_shapes(q=(of_q, q), k=(of_k, k), cos=("*R", cos), sin=("*R", sin), position_ids=("+", position_ids))
+    check_shapes(q=(of_q, q), k=(of_k, k), cos=("*R", cos), sin=("*R", sin))
     check_dtypes(q=q, k=k)
     D, R = q.shape[-1], cos.shape[-1]
     if D % 2 or R % 2 or not 0 < R <= D:
         raise ValueError(f"cos has {R} columns for head dim {D}: both must be even, 0 < columns <= head dim")
-    B, T = (1, q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2])
-    tokens, is_table = cos.shape[:-1], True
-    if position_ids is not None:
-        tokens = position_ids.shape
-        is_table = cos.dim() == 2 and position_ids.dtype in (torch.int32, torch.int64)
-    if not is_table or tokens not in ((T,), (1, T), (B, T)):
-        ids = "None" if position_ids is None else f"{[*position_ids.shape]} of {position_ids.dtype}"
+    B, T = _by_token(q).shape[:2]
+    rows = cos[..., 0] if position_ids is None else position_ids
+    is_table = cos.dim() == 2 and rows.dtype in (torch.int32, torch.int64) and rows.device == q.device
+    if rows.shape not in ((T,), (1, T), (B, T)) or not (position_ids is None or is_table):
         raise ValueError(
-            f"cos is {[*cos.shape]} and position_ids {ids}: pass a row for each token, [{T}, R] or "
-            f"[{B}, {T}, R], or a table [P, R] and integers [{T}] or [{B}, {T}]"
+            f"cos is {[*cos.shape]} and position_ids {[*rows.shape]} of {rows.dtype}: pass a row for each "
+            f"token, [{T}, R] or [{B}, {T}, R], or a table [P, R] and integers [{T}] or [{B}, {T}]"
         )
-    if norm is None:
-        return
-    for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
-        features = x.shape[1] * x.shape[-1] if norm.flat else x.shape[-1]
+    weights = () if norm is None else ((q, norm.q_weight), (k, norm.k_weight))
+    for x, weight in weights:
+        features = x.shape[1] * D if norm is not None and norm.flat else D
         if weight.shape != (features,) or weight.device != x.device:
-            raise ValueError(
-                f"QKNorm.flat is {norm.flat}: pass a weight [{features}] on {x.device}, not {[*weight.shape]}"
-            )
+            raise ValueError(f"a weight of QKNorm is {[*weight.shape]}: pass [{features}] on {x.device}")
