@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, set_seed
 
+from tests.tiny import tiny_config
 from unsloth_pack import BackendUnavailable, FastLanguageModel, patch_model, supported_architectures
 
 STEPS = 20
@@ -42,7 +43,7 @@ def unpacked(batch, device):
 
 def losses(arch, backend, device, dtype, describe):
     set_seed(0)
-    config = supported_architectures()[arch].tiny_config()
+    config = tiny_config(arch)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).requires_grad_(False)
     patch_model(model, backend)
     model = FastLanguageModel.get_peft_model(model, r=8).train()

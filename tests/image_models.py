@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from random_models import random_model, with_adapter
-from tiny import DEVICE, Outcome, exactly, routing
-
-from unsloth_pack.models import arch_spec_for
+from tiny import DEVICE, TINY, Outcome, exactly, routing, tiny_config
 
 torch.backends.cudnn.allow_tf32 = False  # else towers in float32 cut their patches in TF32 on a GPU
 VOCABULARY = 300
@@ -86,11 +84,11 @@ WAYS = [  # to train: what trains, in which dtype, and whether layers are recomp
 
 def _text(name, overrides):
     if name in TILED:
-        config = arch_spec_for(TEXTS[name]).tiny_config(vocab_size=VOCABULARY, **overrides).to_dict()
+        config = tiny_config(TEXTS[name], vocab_size=VOCABULARY, **overrides).to_dict()
         return config | {"tie_word_embeddings": False}
     plain = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
     plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    plain |= dict(initializer_range=0.08, pad_token_id=0) | dict(arch_spec_for(f"{name}_text").tiny)
+    plain |= dict(initializer_range=0.08, pad_token_id=0) | dict(TINY[f"{name}_text"])
     if "layer_types" in plain:
         plain["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     return plain | overrides

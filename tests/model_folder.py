@@ -1,10 +1,9 @@
 """A tiny random model and its tokenizer as files in a folder."""
 
 import torch
+from tiny import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from unsloth_pack import supported_architectures
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]"
@@ -27,7 +26,7 @@ def byte_tokenizer(chat_template=TEMPLATE):
 
 def save_model(folder, architecture="llama", chat_template=TEMPLATE, **overrides):
     sizes = {"vocab_size": 258, "max_position_embeddings": 256, "eos_token_id": 256, "pad_token_id": 257}
-    config = supported_architectures()[architecture].tiny_config(**{**sizes, **overrides})
+    config = tiny_config(architecture, **{**sizes, **overrides})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)

@@ -1,5 +1,7 @@
 """Random configurations and adapters: most of the options that an architecture's `tiny` leaves out."""
 
+from tiny import TINY, tiny_config
+
 _ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "gelu_new"]
 _BIASES = ("attention_bias", "mlp_bias")
 _YARN = ({}, {"attention_factor": 0.7}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": 1.3})
@@ -13,10 +15,10 @@ _FALCON = (
 
 def draw_overrides(spec, rng):
     """Overrides of `spec.tiny_config`, drawn by a `random.Random`."""
-    known = spec.tiny_config()
+    known = tiny_config(spec.model_type)
     n_kv, groups, n_layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.randint(1, 4)
     n_heads, head_dim = n_kv * groups, rng.choice([4, 6, 10, 16])
-    has_head_dim = "head_dim" in spec.tiny or spec.model_type == "llama"
+    has_head_dim = "head_dim" in TINY[spec.model_type] or spec.model_type == "llama"
     has_head_dim = has_head_dim or getattr(known, "head_dim", head_dim) is None  # older files leave it out
     overrides = {
         "vocab_size": rng.choice([33, 64, 131]),
@@ -56,16 +58,16 @@ def draw_overrides(spec, rng):
         overrides["sliding_window"] = rng.choice([1, 2, 7, 20, 1000])
         if hasattr(known, "use_sliding_window"):
             overrides["use_sliding_window"] = True
-    if "layer_types" in spec.tiny or hasattr(known, "max_window_layers"):
+    if "layer_types" in TINY[spec.model_type] or hasattr(known, "max_window_layers"):
         kinds = [*spec.mixers, "full_attention"] if spec.mixers else ["sliding_attention", "full_attention"]
         overrides["layer_types"] = [rng.choice(kinds) for _ in range(n_layers)]
         if spec.mixers:  # one of each, which some ask for
             overrides["num_hidden_layers"] = n_layers + len(kinds)
             overrides["layer_types"] += kinds
     overrides |= _draw_states(known, overrides["hidden_size"], rng)
-    if "kv_lora_rank" in spec.tiny:
+    if "kv_lora_rank" in TINY[spec.model_type]:
         overrides |= _draw_latent(rng, n_heads, n_layers)
-    if "num_kv_shared_layers" in spec.tiny:
+    if "num_kv_shared_layers" in TINY[spec.model_type]:
         return overrides | _draw_shared_kv(rng, n_kv)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}

@@ -10,11 +10,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+from tiny import tiny_config
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-
-from unsloth_pack import supported_architectures
 
 
 class Kernels:
@@ -37,7 +36,7 @@ class Kernels:
         Args:
             only: these packages; another one stays as it is.
         """
-        config = supported_architectures()[arch].tiny_config()
+        config = tiny_config(arch)
         # Imported before the packages are there: what it finds then, it keeps
         modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
         functions = [

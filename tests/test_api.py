@@ -10,7 +10,7 @@ import torch
 from model_folder import save_model
 from peft import PeftModel
 from safetensors import safe_open
-from tiny import DEVICE, error, random_documents, routing
+from tiny import DEVICE, TINY, error, random_documents, routing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, api, supported_architectures
@@ -213,7 +213,7 @@ def test_a_merged_model_needs_no_package(arch, tmp_path):
         trained = logits(model)
     routes = {name.removeprefix("base_model.model."): torch.cat(parts) for name, parts in seen.items()}
     model.save_pretrained(tmp_path / "adapter")
-    has_experts = "moe_intermediate_size" in supported_architectures()[arch].tiny
+    has_experts = "moe_intermediate_size" in TINY[arch]
     if not has_experts or version("peft") >= "0.21":  # before, PEFT cannot load adapters of experts
         assert error(logits(load(tmp_path / "adapter")[0]), trained) < 1e-6
         by_peft = PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter").merge_and_unload()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from largest import Largest
-from tiny import DEVICE, error, tiny_model
+from tiny import DEVICE, error, tiny_config, tiny_model
 from torch.nn import functional as F
 
 from unsloth_pack import patch_model, supported_architectures
@@ -157,7 +157,7 @@ def test_heads_may_begin_anywhere(dtype):
 def test_a_config_tells_the_head_sizes_of_its_layers(arch):
     """As `train` asks for them, before it loads a model."""
     spec = supported_architectures()[arch]
-    config = spec.tiny_config()
+    config = tiny_config(spec.model_type)
     decoder = tiny_model(arch, device="cpu").get_base_model().get_decoder()
     attentions = [one for kind, one in mixers_by_layer(decoder, spec) if kind is MIXERS[spec.attention]]
     sizes = set()

@@ -11,14 +11,14 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
 from model_folder import byte_tokenizer
-from tiny import DEVICE, error, random_documents, tiny_model
+from tiny import DEVICE, error, random_documents, tiny_config, tiny_model
 from torch.nn import functional as F
 from trainer_runs import PACKING, ROWS, arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.cuda_graphs.capture import DecoderState
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
@@ -468,7 +468,7 @@ def test_a_deep_copy_has_a_door_of_its_own():
 
 def test_a_model_that_transformers_loaded_takes_an_adapter():
     """Its base is frozen then, as PEFT does."""
-    config = supported_architectures()["qwen3"].tiny_config()
+    config = tiny_config("qwen3")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE)
     patch_model(model)
     adapted_model = FastLanguageModel.get_peft_model(model, r=4)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tables import table
-from tiny import DEVICE, error, random_documents
+from tiny import DEVICE, error, random_documents, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
@@ -26,7 +26,7 @@ EVERY_LAYER = dict(mlp_only_layers=[])  # as in Qwen3-30B-A3B
 
 def base(**overrides):
     torch.manual_seed(0)
-    config = supported_architectures()["qwen3_moe"].tiny_config(**overrides)
+    config = tiny_config("qwen3_moe", **overrides)
     return AutoModelForCausalLM.from_config(config).requires_grad_(False).to(DEVICE)
 
 
@@ -138,7 +138,7 @@ def shared():
 
 
 def of_type(arch, **overrides):
-    config = supported_architectures()[arch].tiny_config(**overrides)
+    config = tiny_config(arch, **overrides)
     return AutoModelForCausalLM.from_config(config).requires_grad_(False)
 
 
@@ -186,7 +186,7 @@ def test_experts_without_a_gate_are_adapted_by_the_same_names(targets, caplog):
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_matches_nothing_is_refused(field, pattern, message):
     """PEFT passes over it. Phi-3 joins the projections of queries, keys and values."""
-    model = AutoModelForCausalLM.from_config(supported_architectures()["phi3"].tiny_config())
+    model = AutoModelForCausalLM.from_config(tiny_config("phi3"))
     if message is None:
         ranks = {module.r["default"] for module in lora_layers(adapted(model, SEVEN, **{field: pattern}))}
         assert ranks == ({8, 3, 2} if field == "rank_pattern" else {3})
@@ -221,7 +221,7 @@ def test_what_peft_lacks_for_stacks_leaves_them_out_and_says_so(option, caplog):
 
 
 def test_names_without_experts_are_peft_s_own():
-    model = AutoModelForCausalLM.from_config(supported_architectures()["llama"].tiny_config())
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     for targets in (["q_proj"], "all-linear", r".*q_proj"):
         found = lora_targets(model, targets)
         assert (found.modules, found.parameters, found.doubles_gate_and_up) == (targets, (), False)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from largest import Largest
 from peft import LoraConfig, get_peft_model
-from tiny import DEVICE, error, random_documents, tiny_model
+from tiny import DEVICE, error, random_documents, tiny_config, tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -241,7 +241,7 @@ def test_evaluation_is_as_in_transformers():
 
 
 def adapted(target_modules=("q_proj",), **options):
-    base = AutoModelForCausalLM.from_config(supported_architectures()["qwen3"].tiny_config())
+    base = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[*target_modules], **options)
     model = get_peft_model(base, lora).to(DEVICE).train()
     return model, patch_model(model).report

@@ -15,7 +15,7 @@ import torch
 from peft import IA3Config, get_peft_model
 from recorded_graphs import record_graphs
 from tables import table
-from tiny import error, random_documents, tiny_model
+from tiny import TINY, error, random_documents, tiny_model
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -43,7 +43,7 @@ CAPTURED = [name for name, spec in supported_architectures().items() if not (spe
 
 
 def is_routed(name):
-    return any("expert" in field for field in supported_architectures()[name].tiny)
+    return any("expert" in field for field in TINY[name])
 
 
 def lengths_of(step):

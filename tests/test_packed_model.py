@@ -7,7 +7,17 @@ import torch
 from correctness.judge import Draw, judge_as_few, on_the_same_row
 from peft import get_peft_model
 from test_describe import every_description, positions_of
-from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model, with_lora
+from tiny import (
+    DEVICE,
+    TINY,
+    error,
+    random_documents,
+    run_alone,
+    run_packed,
+    tiny_config,
+    tiny_model,
+    with_lora,
+)
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
@@ -46,7 +56,7 @@ def logits_of(model, documents, **describe):
 def test_changing_one_document_changes_no_bit_of_another(arch):
     documents = random_documents(LENGTHS)
     changed = random_documents(LENGTHS, seed=9)
-    has_experts = any("experts" in name for name in supported_architectures()[arch].tiny)
+    has_experts = any("experts" in name for name in TINY[arch])
     checked = 0
     for backend in BACKENDS:
         try:
@@ -490,9 +500,7 @@ def test_what_cannot_be_patched_is_refused():
         adapted = get_peft_model(tiny_model("llama").unload(), config)
         with pytest.raises(InputError, match=why):
             patch_model(adapted)
-    both_ways = AutoModelForCausalLM.from_config(
-        supported_architectures()["gemma3_text"].tiny_config(use_bidirectional_attention=True)
-    )
+    both_ways = AutoModelForCausalLM.from_config(tiny_config("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(InputError, match="use_bidirectional_attention=True"):
         patch_model(both_ways)
     base = tiny_model("llama").unload()

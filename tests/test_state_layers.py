@@ -14,7 +14,7 @@ import pytest
 import torch
 from correctness.judge import Draw, holds, judge_as_few
 from state_kernels import Kernels
-from tiny import error, exactly, random_documents, run_alone, run_packed, tiny_model
+from tiny import TINY, error, exactly, random_documents, run_alone, run_packed, tiny_model
 from transformers import AutoConfig
 
 from unsloth_pack import (
@@ -31,7 +31,9 @@ from unsloth_pack.models import LEAKING, arch_spec_for
 from unsloth_pack.patching.parts import mixers_by_layer
 
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
-SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
+SMALL = [
+    name for name, spec in HYBRIDS.items() if not any("experts" in field for field in TINY[spec.model_type])
+]
 DAILY = (
     "lfm2",
     "qwen3_5_text",

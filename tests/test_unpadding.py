@@ -13,7 +13,17 @@ from correctness.judge import Draw, judge_as_few
 from test_door import asked_by_trl
 from test_wrappers import WRAPPERS, made
 from tiers import COVER
-from tiny import DEVICE, Outcome, error, exactly, random_documents, routing, run_alone, tiny_model
+from tiny import (
+    DEVICE,
+    Outcome,
+    error,
+    exactly,
+    random_documents,
+    routing,
+    run_alone,
+    tiny_config,
+    tiny_model,
+)
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -202,7 +212,7 @@ def sequence_classifier(config):
 
 
 def with_answers(auto_class, arch="llama", dtype=torch.float32, **overrides):
-    config = supported_architectures()[arch].tiny_config(pad_token_id=PAD, num_labels=N_ANSWERS, **overrides)
+    config = tiny_config(arch, pad_token_id=PAD, num_labels=N_ANSWERS, **overrides)
     torch.manual_seed(0)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if auto_class is AutoModelForSequenceClassification:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_describe import positions_of
-from tiny import random_documents, tiny_model
+from tiny import TINY, random_documents, tiny_config, tiny_model
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -49,7 +49,7 @@ def patched(arch="llama", dtype=torch.float32, **overrides):
 
 def plain(arch="llama", **options):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(supported_architectures()[arch].tiny_config(), **options)
+    return AutoModelForCausalLM.from_config(tiny_config(arch), **options)
 
 
 def failed(report):
@@ -91,7 +91,7 @@ def test_every_architecture_passes(arch, dtype, checkpointing):
     assert report.passed, str(report)
     assert (report.model_type, report.dtype, report.checkpointing) == (arch, dtype, checkpointing)
     assert len(report.checks) == 13
-    if "sliding_window" in supported_architectures()[arch].tiny:
+    if "sliding_window" in TINY[arch]:
         assert 24 + 9 in report.lengths
     else:
         assert max(report.lengths) == 129

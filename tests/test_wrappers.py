@@ -5,7 +5,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from test_door import asked_by_trl
-from tiny import DEVICE, MIXED_LENGTHS, error, random_documents
+from tiny import DEVICE, MIXED_LENGTHS, error, random_documents, tiny_config
 
 from unsloth_pack import FastLanguageModel, patch_model, verify
 from unsloth_pack.errors import InputError
@@ -49,7 +49,7 @@ AROUND = {"mistral4": "mistral3"}  # model types of wrappers, where they are not
 def wrapped(name, dtype, **text):
     kind, arch, tower, more = WRAPPERS[name]
     text |= dict(first_k_dense_replace=2) if name == "mistral4" else {}  # no experts
-    config = arch_spec_for(arch).tiny_config(vocab_size=300, **text).to_dict()
+    config = tiny_config(arch, vocab_size=300, **text).to_dict()
     config = getattr(transformers, f"{kind}Config")(text_config=config, vision_config=dict(tower), **more)
     return getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, dtype=dtype)
 

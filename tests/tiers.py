@@ -25,7 +25,7 @@ QUICK: tuple[str, ...] = (
     *(f"config/test_option_{name}.py" for name in ("files", "schema", "values")),
     *(f"run/test_{name}.py" for name in ("named_data", "resolve")),
 )
-DESCRIPTIVE = ("model_type", "stands_alone", "tiny")  # fields of a spec that no forward reads
+DESCRIPTIVE = ("model_type", "stands_alone")  # fields of a spec that no forward reads
 A_FEW, A_FEW_WITH_IMAGES = 6, 3  # a test that names so many models has chosen them
 
 

@@ -3,13 +3,15 @@
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from unittest import mock
 
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.lora.targets import lora_targets
@@ -18,6 +20,12 @@ from unsloth_pack.modules import train_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
+TINY = yaml.safe_load((Path(__file__).parent / "tiny_configs.yaml").read_text())
+
+
+def tiny_config(arch, **overrides):
+    """A config of an architecture that is small enough to train in a test; `overrides` beat its file's."""
+    return AutoConfig.for_model(arch, **{**TINY["usual"], **TINY[arch], **overrides})
 
 
 def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **overrides):
@@ -26,7 +34,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
     `lora` are fields of the `LoraConfig` beside its rank and its targets, `overrides` those of the model's.
     """
     spec = supported_architectures()[arch]
-    config = spec.tiny_config(**overrides)
+    config = tiny_config(arch, **overrides)
     options = {"attn_implementation": "eager"} if spec.softcap or spec.sinks else {}  # SDPA paths drop them
     torch.manual_seed(seed)
     model = with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options), lora)

@@ -9,12 +9,12 @@ from unittest import mock
 import torch
 import transformers
 from image_models import PATCH, SIDE, TEXTS, TOWERS
+from tiny import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.images.tokens import IMAGE_TOKENS
-from unsloth_pack.models import arch_spec_for
 
 _PINPOINTS = [[SIDE * a, SIDE * b] for a in range(1, 4) for b in range(1, 4)]
 # Shortened from those that lie beside the models; the first two show no turn that is one text
@@ -133,9 +133,7 @@ def tile_tokenizer(name, template=None):
 
 def tile_config(name):
     family, tokenizer = FAMILIES[name], tile_tokenizer(name)
-    text = arch_spec_for(TEXTS[name]).tiny_config(
-        vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257
-    )
+    text = tiny_config(TEXTS[name], vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257)
     return transformers.AutoConfig.for_model(
         name,
         text_config=text.to_dict() | {"tie_word_embeddings": False},

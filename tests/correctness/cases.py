@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import image_models
 import torch
+from tiny import TINY
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -74,5 +75,5 @@ def cases(images=False, **only):
 def windows_of(arch):
     if arch in WITH_IMAGES:
         return ("none",)
-    spec = supported_architectures()[arch]
-    return tuple(WINDOWS) if spec.window != "none" and "sliding_window" in spec.tiny else ("none",)
+    has_window = supported_architectures()[arch].window != "none" and "sliding_window" in TINY[arch]
+    return tuple(WINDOWS) if has_window else ("none",)

@@ -11,11 +11,10 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from tiny import DEVICE, MIXED_LENGTHS, is_full, tiny_model, with_lora
+from tiny import DEVICE, MIXED_LENGTHS, is_full, tiny_config, tiny_model, with_lora
 from torch import nn
 from torch.nn import functional as F
 
-from unsloth_pack import supported_architectures
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.kernels import reference
 from unsloth_pack.layers.mixers.state_space import StateMixer
@@ -91,7 +90,7 @@ def copy_dequantised(quantised, exact):
 def _overrides(arch, window, variant):
     overrides = {} if window == "none" else {"sliding_window": WINDOWS[window]}
     if variant == "bias":
-        config = supported_architectures()[arch].tiny_config()
+        config = tiny_config(arch)
         overrides |= {name: True for name in ("attention_bias", "mlp_bias") if hasattr(config, name)}
     return overrides
 

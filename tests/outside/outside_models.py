@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from tiny import tiny_config
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +29,7 @@ TELLING_TEMPLATE = (
 
 def plain_model(architecture="llama", **overrides):
     """Untouched; norms and biases are not at their initial values."""
-    config = supported_architectures()[architecture].tiny_config(**overrides)
+    config = tiny_config(architecture, **overrides)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, weight in model.named_parameters():

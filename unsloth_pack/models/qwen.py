@@ -1,60 +1,34 @@
 from dataclasses import replace
 
-from unsloth_pack.models.spec import DELTA_NET, EXPERTS, HALF_ROPE, ROPE, WINDOWED, ArchSpec, VisionSpec
+from unsloth_pack.models.spec import ArchSpec, VisionSpec
 
-QWEN2 = ArchSpec(
-    "qwen2", window="layer",
-    tiny=dict(use_sliding_window=True, sliding_window=24, max_window_layers=1, num_key_value_heads=1),
-)  # fmt: skip
-QWEN3 = ArchSpec("qwen3", window="layer", qk_norm="head", tiny=dict(head_dim=32))
-QWEN2_MOE = ArchSpec(
-    "qwen2_moe", window="layer",
-    tiny=dict(
-        **EXPERTS, **WINDOWED, shared_expert_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[1],
-        use_sliding_window=True,
-    ),
-)  # fmt: skip
-QWEN3_MOE = ArchSpec(
-    "qwen3_moe", window="layer", qk_norm="head",
-    tiny=dict(**EXPERTS, head_dim=32, decoder_sparse_step=1, mlp_only_layers=[1], norm_topk_prob=True),
-)  # fmt: skip
+QWEN2 = ArchSpec("qwen2", window="layer")
+QWEN3 = ArchSpec("qwen3", window="layer", qk_norm="head")
+QWEN2_MOE = ArchSpec("qwen2_moe", window="layer")
+QWEN3_MOE = ArchSpec("qwen3_moe", window="layer", qk_norm="head")
 
 # A text token has the same position on all three axes, so they rotate as one.
 QWEN3_5 = ArchSpec(
     "qwen3_5_text", mixers={"linear_attention": "gated_delta_net"},
     projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"), output_gate=True,
     qk_norm="head", norm_offset=1.0,
-    tiny=dict(**DELTA_NET, head_dim=32, rope_parameters=dict(**HALF_ROPE, mrope_section=[3, 3, 2])),
 )  # fmt: skip
-QWEN3_5_MOE = replace(
-    QWEN3_5, model_type="qwen3_5_moe_text",
-    tiny={**QWEN3_5.tiny, **EXPERTS, "shared_expert_intermediate_size": 32},
-)  # fmt: skip
+QWEN3_5_MOE = replace(QWEN3_5, model_type="qwen3_5_moe_text")
 QWEN3_NEXT = ArchSpec(
     "qwen3_next", mixers={"linear_attention": "gated_delta_net"},
     projections=("in_proj_qkvz", "in_proj_ba", "out_proj"), output_gate=True, qk_norm="head", norm_offset=1.0,
-    tiny=dict(
-        **DELTA_NET, **EXPERTS, head_dim=32, shared_expert_intermediate_size=32, mlp_only_layers=[0],
-        rope_parameters=HALF_ROPE,
-    ),
 )  # fmt: skip
 
-QWEN2_VL = ArchSpec(
-    "qwen2_vl_text", window="layer", axes="blocks", stands_alone=False,
-    tiny=dict(**WINDOWED, use_sliding_window=True, rope_parameters=dict(**ROPE, mrope_section=[2, 3, 3])),
-)  # fmt: skip
+QWEN2_VL = ArchSpec("qwen2_vl_text", window="layer", axes="blocks", stands_alone=False)
 QWEN2_VL_VISION = VisionSpec("qwen2_vl")
 QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl_text")
 QWEN2_5_VL_VISION = VisionSpec(
     "qwen2_5_vl", windows=True, rms_norms=("norm1", "norm2", "ln_q"), gated_mlp="mlp"
 )
-QWEN3_VL = ArchSpec(
-    "qwen3_vl_text", qk_norm="head", axes="interleaved", stands_alone=False,
-    tiny=dict(head_dim=16, rope_parameters=dict(**ROPE, mrope_section=[4, 2, 2])),
-)  # fmt: skip
+QWEN3_VL = ArchSpec("qwen3_vl_text", qk_norm="head", axes="interleaved", stands_alone=False)
 QWEN3_VL_VISION = VisionSpec(
     "qwen3_vl", aligner=("visual.merger", "visual.deepstack_merger_list"),
     deepstack="deepstack_visual_indexes", interpolates=True,
 )  # fmt: skip
-QWEN3_VL_MOE = replace(QWEN3_VL, model_type="qwen3_vl_moe_text", tiny={**QWEN3_MOE.tiny, **QWEN3_VL.tiny})
+QWEN3_VL_MOE = replace(QWEN3_VL, model_type="qwen3_vl_moe_text")
 QWEN3_VL_MOE_VISION = replace(QWEN3_VL_VISION, model_type="qwen3_vl_moe")
