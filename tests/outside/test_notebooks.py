@@ -225,13 +225,6 @@ def test_a_column_of_numbers_named_as_that_of_packed_rows(way, tmp_path):
     assert_close(losses[1], losses[0])
 
 
-def test_numbers_that_would_be_taken_for_lengths_are_refused(tmp_path):
-    model = plain_model(vocab_size=258)
-    patch_model(model)
-    with pytest.raises(InputError, match="has the column seq_lengths, 3 in a row of 5 tokens; rename it"):
-        trainer_of_numbered_rows(model, [3] * len(LENGTHS), tmp_path).train()
-
-
 @pytest.mark.parametrize("check", [unsloth_pack.verify, unsloth_pack.probe])
 def test_what_is_checked_before_is_warned_of_after(check, models, ids, caplog):
     """Before, `verify` caused the warning of labels at document starts, and used it up."""

@@ -1,11 +1,9 @@
 """Log the loss and TRL's metrics of a patched model without waiting for the GPU.
 
-TRL's `compute_loss` reads entropy, accuracy and tokens on the host after each forward pass, before the
-backward pass is launched. transformers reads the loss of an update as soon as it is launched. Each time the
-GPU runs out of work. For a patched model and TRL's default loss, the loss is computed here, and the sums stay
-on the device. The numbers of a log line are copied to the host behind their update, and the line is written
-once the next update is launched. It has the same numbers. The lines of an update that is evaluated or saved,
-and the last line, are written at once. Everything else goes through TRL's methods.
+TRL reads entropy, accuracy and tokens on the host after each forward pass, and transformers the loss after
+each update. Each time the GPU runs out of work. For a patched model and TRL's default loss, the loss is
+computed here, the sums stay on the device, and a log line is written once the next update is launched. The
+lines of an update that is evaluated or saved, and the last line, are written at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -74,10 +72,7 @@ def is_patched(model: object) -> bool:
 
 
 def replaces_loss(trainer: "SFTTrainer") -> bool:
-    """True if TRL would compute the loss as `default_loss` does, of a patched model.
-
-    Reading the sums gathers them. So with several processes, all of them have to log.
-    """
+    """True if TRL would compute the loss as `default_loss` does, and all processes log, as sums are gathered."""
     args: Any = trainer.args
     return (
         args.loss_type == "nll"
@@ -108,10 +103,7 @@ def default_loss(
 
 
 def hand_over_metrics(trainer: "SFTTrainer") -> None:
-    """Put the metrics of training since the last call where TRL's `log` looks for them.
-
-    With several processes, all of them have to call this.
-    """
+    """Put the metrics of training since the last call where TRL's `log` looks for them, in all processes."""
     logging, model = logging_of(trainer), trainer.model
     if not logging.is_writing and model is not None and model.training:
         sums, tokens = logging.take_sums()
@@ -121,10 +113,7 @@ def hand_over_metrics(trainer: "SFTTrainer") -> None:
 
 
 def put_metrics(trainer: "SFTTrainer", metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
-    """Append the values of every micro-batch to TRL's metrics, and count the trainer's tokens.
-
-    `sums` are `[processes, micro-batches, 3 or 5]`, on the host; see `DeferredLogging.add_micro_batch`.
-    """
+    """Append the values of every micro-batch to TRL's metrics, from `[processes, micro-batches, 3 or 5]`."""
     for n_labels, entropy, n_correct, *aux in sums.sum(dim=0).float():
         values = {"entropy": entropy / n_labels, "mean_token_accuracy": n_correct / n_labels}
         for name, value in values.items():
@@ -136,14 +125,9 @@ def put_metrics(trainer: "SFTTrainer", metrics: dict[str, list[float]], sums: Te
 
 
 class LogLine:
-    """The numbers of a log line, on their way to the host.
+    """The numbers of a log line, on their way to the host; one exchange gathers those of all processes.
 
-    With several processes all of them have to make it: one exchange gathers the numbers of each.
-
-    Args:
-        loss: the trainer's sum since the line before, which becomes zero.
-        grad_norm, learning_rate: of the last update.
-        start_time: of the training, as the trainer's `log` takes it.
+    `loss` is the trainer's sum since the line before, and becomes zero.
     """
 
     def __init__(

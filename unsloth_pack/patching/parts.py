@@ -1,5 +1,6 @@
 """List the modules of a decoder that a patch swaps, and refuse what would let documents see each other."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,35 +210,11 @@ def refuse_unknown_parts(mixer: Mixer, mixer_module: nn.Module, spec: ArchSpec) 
                 raise InputError(f"{name} is {actual!r}: only {value!r} is computed; set it before you patch")
 
 
-# Adapters that PEFT puts on a patched model later. They act before a call enters it, and PEFT has no callback
-# for them, so two methods of `PeftModel` are replaced: the original first, then its own arguments.
-
-
-def init_peft_model(
-    original: Callable[..., None],
-    peft_model: PeftModel,
-    model: nn.Module,
-    peft_config: PeftConfig,
-    adapter_name: str = "default",
-    *args: object,
-    **kwargs: object,
+def refuse_new_adapter(
+    original: Callable[..., None], peft_model: PeftModel, *args: object, **kwargs: object
 ) -> None:
-    _refuse_if_patched(model, adapter_name, peft_config)
-    original(peft_model, model, peft_config, adapter_name, *args, **kwargs)
-
-
-def add_adapter(
-    original: Callable[..., None],
-    peft_model: PeftModel,
-    adapter_name: str,
-    peft_config: PeftConfig,
-    *args: object,
-    **kwargs: object,
-) -> None:
-    _refuse_if_patched(peft_model, adapter_name, peft_config)
-    original(peft_model, adapter_name, peft_config, *args, **kwargs)
-
-
-def _refuse_if_patched(model: nn.Module, adapter_name: str, peft_config: PeftConfig) -> None:
-    if has_fast_decoder(model):
-        refuse_adapters({adapter_name: peft_config})
+    """Refuse adapters that PEFT puts on a patched model later, in place of two methods of `PeftModel`."""
+    arguments = inspect.signature(original).bind(peft_model, *args, **kwargs).arguments
+    if has_fast_decoder(arguments.get("model", peft_model)):
+        refuse_adapters({arguments.get("adapter_name", "default"): arguments["peft_config"]})
+    original(peft_model, *args, **kwargs)

@@ -2,15 +2,12 @@
 
 `METHODS` and `CALLBACKS` list it all. The last patch takes it back.
 
-Batches. TRL's collator describes packed rows by tensors, which the model would have to read back from the
-device; `RowCollator` describes them on the host. transformers asks for a batch once the last one is done. If
-anything in the step has waited for the device, it then waits for the batch. So the next batches are loaded
-as soon as an update is launched, in time that the host would spend waiting; no thread is needed. Workers load
-ahead by themselves.
+Batches: `RowCollator` describes packed rows on the host, so that the model reads nothing back from the
+device, and the next batches are loaded as soon as an update is launched, while the host would wait.
 
-The optimizer. An adapter has hundreds of small weights. One by one they cost Python 4 to 6 ms an update of a
+The optimizer: an adapter has hundreds of small weights. One by one they cost Python 4 to 6 ms an update of a
 0.5B model, in which the GPU computes for 16. So they are clipped and updated as one tensor, where that
-computes the same. Trainers have no callback for the norm of the gradients, and make the optimizer themselves.
+computes the same.
 """
 
 import sys
@@ -50,14 +47,9 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 class RowCollator:
-    """Add the `packed_row` of a batch, padded or not, to what TRL's collator returns.
+    """Replace the tensors by which TRL's collator describes a batch, padded or not, by a `packed_row`.
 
-    It runs in the loader, in a worker's process if there are workers. A trainer leaves the row on the host
-    and passes it to the model, which then has nothing to read from the device.
-
-    Args:
-        collate: TRL's collator. The tensors by which it describes a row stay out of the batch, except
-            `position_ids`, from which TRL's trainer counts tokens.
+    `position_ids` stay, as TRL's trainer counts tokens by them.
     """
 
     def __init__(self, collate: Collate):
@@ -90,22 +82,10 @@ def is_trls(collate: object) -> bool:
 
 
 def check_collator(loader: Any) -> None:
-    """Refuse a collator that drops where the documents of packed rows end: the model sees its batches alone.
-
-    Raises:
-        InputError: the collator drops it, or `seq_lengths` is a column of something else.
-    """
+    """Refuse a collator that drops where the documents of packed rows end."""
     for row in _packed_rows(getattr(loader, "dataset", None)):
         documents = _document_lengths(loader.collate_fn, row)
         if documents is None:
-            continue
-        if np.ndim(row[_COLUMN]) != 1:  # not a column that packing makes
-            n_tokens = len(row.get("input_ids", ()))
-            if documents not in ([], [n_tokens]):
-                raise InputError(
-                    f"train_dataset has the column {_COLUMN}, {row[_COLUMN]!r} in a row of {n_tokens} "
-                    "tokens; rename it: it means lengths of documents"
-                )
             continue
         lengths = [n for n in row[_COLUMN] if n]
         # A collator may pad after them: TRL makes every pad token a document
@@ -119,17 +99,17 @@ def check_collator(loader: Any) -> None:
 
 
 def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield rows whose `seq_lengths` name several documents or are no list; none of an unpacked data set."""
+    """Yield rows whose `seq_lengths` list several documents."""
     if isinstance(dataset, IterableDataset):
         if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list
             yield _EXAMPLE
         return
     for number in islice(range(len(dataset or ())), _N_ROWS):
         row = dataset[number]
-        lengths = row.get(_COLUMN) if isinstance(row, Mapping) else None
-        if lengths is None:
+        lengths: Any = row.get(_COLUMN) if isinstance(row, Mapping) else None
+        if np.ndim(lengths) != 1:  # not a column that packing makes
             return
-        if np.ndim(lengths) != 1 or sum(n > 0 for n in lengths) > 1:
+        if sum(n > 0 for n in lengths) > 1:
             yield row
 
 
@@ -155,35 +135,33 @@ class PrefetchIterator:
 
     def __init__(self, batches: Iterator[object]):
         self._batches = batches
-        self._loaded: deque[object] = deque()
-        self._error: Exception | None = None  # of the item after those loaded
+        self._loaded: deque[object] = deque()  # an exception stands for the batch that raised it
 
     def __iter__(self) -> Iterator[object]:
         return self
 
     def __next__(self) -> object:
-        if self._loaded:
-            return self._loaded.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return next(self._batches)
+        batch = self._loaded.popleft() if self._loaded else next(self._batches)
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def prefetch(self, n_batches: int) -> None:
         """Load up to `n_batches`, or as many as there are. An error is raised when its batch is due."""
-        try:
-            while self._error is None and len(self._loaded) < n_batches:
+        while len(self._loaded) < n_batches and not (
+            self._loaded and isinstance(self._loaded[-1], Exception)
+        ):
+            try:
                 self._loaded.append(next(self._batches))
-        except Exception as error:  # StopIteration too
-            self._error = error
+            except Exception as error:  # StopIteration too
+                self._loaded.append(error)
 
 
-def _is_safe_to_read_early(dataset: object) -> bool:
+def _is_safe_to_read_early(dataset: Any) -> bool:
     """True if reading a row has no side effect: a data set of a user's may depend on the training so far."""
     datasets = sys.modules.get("datasets")
-    if datasets is None or not isinstance(dataset, datasets.Dataset):
-        return False
-    return dataset.format["type"] != "custom"
+    is_theirs = datasets is not None and isinstance(dataset, datasets.Dataset)
+    return is_theirs and dataset.format["type"] != "custom"
 
 
 class PatchedTraining(TrainerCallback):
@@ -215,7 +193,7 @@ class PatchedTraining(TrainerCallback):
             return
         check_collator(train_dataloader)
         if deferred_logging.is_on_gpu(args):
-            self._had_filter |= args.logging_nan_inf_filter  # still so after training that ended in an error
+            self._had_filter |= args.logging_nan_inf_filter  # off since training that ended in an error
             args.logging_nan_inf_filter = False
         # accelerate's loader moves the batches of this one
         loader: Any = getattr(train_dataloader, "base_dataloader", None)
@@ -310,25 +288,18 @@ _SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
 _PEFT_MODEL = "peft.peft_model", "PeftModel"
 # Our function gets the original, then the method's own arguments. It leaves unpatched models to the original.
 Method = tuple[str, str, str]  # module, class, name
-METHODS: dict[Method, tuple[Callable[..., Any], str]] = {
-    (*_TRAINER, "create_optimizer"): (create_optimizer, "join an adapter's weights"),
-    (*_TRAINER, "_clip_grad_norm"): (clip_grad_norm, "clip the joined gradient"),
-    (*_TRAINER, "_get_grad_norm"): (get_grad_norm, "take the joined gradient's norm"),
-    (*_SFT_TRAINER, "compute_loss"): (deferred_logging.compute_loss, "sum metrics on the GPU"),
-    (*_SFT_TRAINER, "log"): (deferred_logging.log, "read these sums when they are logged"),
-    (*_SFT_TRAINER, "_maybe_log_save_evaluate"): (
-        deferred_logging.log_save_evaluate,
-        "write a log line once the next update is launched",
-    ),
-    (*_SFT_TRAINER, "_inner_training_loop"): (deferred_logging.train, "write the last line after an error"),
-    (*_PEFT_MODEL, "__init__"): (parts.init_peft_model, "refuse adapters that join documents"),
-    (*_PEFT_MODEL, "add_adapter"): (parts.add_adapter, "refuse adapters that join documents"),
+METHODS: dict[Method, Callable[..., Any]] = {
+    (*_TRAINER, "create_optimizer"): create_optimizer,
+    (*_TRAINER, "_clip_grad_norm"): clip_grad_norm,
+    (*_TRAINER, "_get_grad_norm"): get_grad_norm,
+    (*_SFT_TRAINER, "compute_loss"): deferred_logging.compute_loss,
+    (*_SFT_TRAINER, "log"): deferred_logging.log,
+    (*_SFT_TRAINER, "_maybe_log_save_evaluate"): deferred_logging.log_save_evaluate,
+    (*_SFT_TRAINER, "_inner_training_loop"): deferred_logging.train,
+    (*_PEFT_MODEL, "__init__"): parts.refuse_new_adapter,
+    (*_PEFT_MODEL, "add_adapter"): parts.refuse_new_adapter,
 }
-# Of every trainer that is made meanwhile
-CALLBACKS: dict[type[TrainerCallback], str] = {
-    GiveBackSpareMemory: "free GPU memory when training ends",
-    PatchedTraining: "check the collator, load batches while the GPU computes, do not wait for losses",
-}
+CALLBACKS = (GiveBackSpareMemory, PatchedTraining)  # of every trainer that is made meanwhile
 _DEFAULTS: list[Any] = DEFAULT_CALLBACKS
 _INHERITED = object()
 
@@ -348,7 +319,7 @@ class TrainerHooks:
 
     def replace_methods(self) -> None:
         """Replace the methods of the libraries that are imported by now, if the changes are in force."""
-        for method, (function, _) in METHODS.items() if self._n_users else ():
+        for method, function in METHODS.items() if self._n_users else ():
             owner, name = _owner(method), method[-1]
             if owner is not None and method not in self._replaced:
                 ours = _bind(function, getattr(owner, name))
