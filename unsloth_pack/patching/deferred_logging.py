@@ -72,7 +72,7 @@ def is_patched(model: object) -> bool:
 
 
 def replaces_loss(trainer: "SFTTrainer") -> bool:
-    """True if TRL would compute the loss as `default_loss` does, and all processes log, as sums are gathered."""
+    """True if TRL would compute the loss as `default_loss` does, and all processes log: sums are gathered."""
     args: Any = trainer.args
     return (
         args.loss_type == "nll"

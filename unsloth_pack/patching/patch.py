@@ -13,9 +13,8 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import finalize
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import (
@@ -43,7 +42,6 @@ from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
 from unsloth_pack.layers.rotary import RotaryTables, rotary_module, rotary_tables
 from unsloth_pack.layers.unpadding import FastSequenceClassification, Unpadding
 from unsloth_pack.layers.vision.vision_lm import FastVisionLM
-from unsloth_pack.lora.expert_stacks import is_experts
 from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
@@ -56,25 +54,14 @@ from unsloth_pack.patching.parts import (
     refuse_own_code,
     refuse_unknown_parts,
 )
-from unsloth_pack.patching.report import (
-    PatchReport,
-    build_report,
-    record,
-    report_experts,
-    report_loras,
-    report_loss,
-    report_padding,
-    report_step,
-)
+from unsloth_pack.patching.report import PatchReport, build_report, report_changes, report_step
 from unsloth_pack.patching.towers import prepare_blocks, swap_tower
 from unsloth_pack.patching.trainer_hooks import HOOKS
 
 logger = logging.getLogger("unsloth_pack")
 PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
-_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
-_SUBCLASSES: WeakSet[type] = WeakSet()
 
 
 @cache
@@ -85,16 +72,14 @@ def subclass(fast: type, original: type) -> type:
     """
 
     def new(kind: type, *args: object, **kwargs: object) -> object:
-        if not args and not kwargs:  # pickles and torch's replicas pass no arguments
+        if not args and not kwargs:  # torch's replicas pass no arguments
             return object.__new__(kind)
         return original(*map(_restore_config, args), **kwargs)
 
     names: dict[str, object] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
-    kind = type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
-    _SUBCLASSES.add(kind)
-    return kind
+    return type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
 
 
 def _restore_config(argument: Any) -> object:
@@ -111,29 +96,22 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _new(fast: type, original: type) -> object:
-    kind: Any = subclass(fast, original)
-    return kind.__new__(kind)
-
-
-def is_patched_class(kind: type) -> bool:
-    """Return whether a patch created this class."""
-    return kind in _SUBCLASSES
+    return object.__new__(subclass(fast, original))
 
 
 class Patch:
     """A patch on a model. `undo()` takes it off; as a context manager, leaving the context does.
 
-    Args:
-        model: the patched transformers model.
-        attn_backend: the requested attention backend, "auto" included.
-        unpad: padded batches lose their padding.
-        report: what patching did.
+    `attn_backend` and `unpad` are the arguments of `patch_model`.
     """
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
         self.attn_backend = attn_backend
         self.unpad = unpad
-        self.unpadding = Unpadding(_why_never_unpadded(model, unpad))
+        why_never = None if unpad else "unpad=False"
+        if unpad and isinstance(model, _SCORE_PADDING):
+            why_never = f"a {type(model).__name__} scores every place of a row, padding too"
+        self.unpadding = Unpadding(why_never)
         self._report = report
         self._model = model
         self._decoder = model.get_decoder()
@@ -144,17 +122,7 @@ class Patch:
     def report(self) -> PatchReport:
         """Return what is fused now: adapters may have come or gone since the patch."""
         if self._swapped:
-            # Where `modules_to_save` copied a module, the copy computes
-            modules = [m for path, m in self._decoder.named_modules() if ".original_module" not in path]
-            report_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
-            loras = [module for module in modules if isinstance(module, LoraLayer)]
-            report_loras(
-                self._report,
-                [lora for lora in loras if isinstance(lora, _FAST_LORAS)],
-                [lora for lora in loras if not isinstance(lora, _FAST_LORAS)],
-            )
-            report_loss(self._report, self._model)
-            report_padding(self._report, self.unpadding)
+            report_changes(self._report, self._model, self.unpadding)
         return self._report
 
     def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: object) -> None:
@@ -181,9 +149,9 @@ class Patch:
     def undo(self) -> None:
         """Restore the original model, bit for bit.
 
-        Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
-        forwards that trainers have set on the model are removed. The last patch to go takes back what patches
-        changed outside their models; a deleted model counts as undone. Undoing twice is harmless.
+        So are copies that PEFT has made of patched modules, for `modules_to_save`; forwards that trainers
+        have set on the model are removed. The last patch to go takes back what patches changed outside their
+        models; a deleted model counts as undone. Undoing twice is harmless.
         """
         kinds = self.kinds
         for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
@@ -220,22 +188,13 @@ class Patch:
         for mixer, module in mixers_by_layer(self._decoder, self._decoder.spec):
             _, not_fused = mixer.what_is_fused(module, self._decoder.spec, "")
             for kind in not_fused.keys() & self._report.fused.keys():
-                record(self._report, kind, None, f"{how} gathers it by itself")
+                self._report.record(kind, None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
-
-
-def _why_never_unpadded(base: nn.Module, unpad: bool) -> str | None:
-    """Return why padded batches keep their padding, or None."""
-    if not unpad:
-        return "unpad=False"
-    if isinstance(base, _SCORE_PADDING):
-        return f"a {type(base).__name__} scores every place of a row, padding too"
-    return None
 
 
 def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True) -> Patch:
@@ -401,7 +360,7 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
     """Refuse a second patch on a module: undoing one would break the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
-        if is_patched_class(type(module)) and type(module) not in own:
+        if type(module).__reduce_ex__ is _reduce and type(module) not in own:
             raise InputError(
                 f"{name or type(base).__name__} is patched already, in another model; undo that patch first"
             )

@@ -29,7 +29,7 @@ from unsloth_pack.layers.vision.tower import (
 )
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.patching.report import PatchReport, record, report_tower
+from unsloth_pack.patching.report import PatchReport, report_tower
 
 Swap = Callable[..., None]  # Patch.swap
 
@@ -64,9 +64,6 @@ def prepare_blocks(
     """Choose and report the backend for images whose tokens see each other in both directions.
 
     The graphs of the text model may hold such rows if they may hold that backend.
-
-    Raises:
-        BackendUnavailable: no backend can.
     """
     chosen, windows = set(), set()
     for module, choice in layers:
@@ -77,7 +74,7 @@ def prepare_blocks(
     if not any(map(why_not_captured, chosen)):
         graphs.windows = frozenset(windows)
     how = f"by a second call a layer through {' and '.join(sorted(chosen))}"
-    record(report, "image tokens", f"see each other in both directions, {how}", None)
+    report.record("image tokens", f"see each other in both directions, {how}")
 
 
 def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
