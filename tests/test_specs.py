@@ -132,7 +132,7 @@ def test_attention_of_remote_code_is_refused_even_with_an_inherited_forward():
     attention = model.get_base_model().model.layers[1].self_attn
     names = {"__module__": "transformers_modules.some_model.modeling", "__qualname__": "OwnAttention"}
     attention.__class__ = type("OwnAttention", (type(attention),), names)
-    with pytest.raises(InputError, match=r"OwnAttention is code of the model's own, .* without trust_remote"):
+    with pytest.raises(InputError, match=r"OwnAttention is the model's own code; .* without trust_remote"):
         patch_model(model)
 
 

@@ -86,7 +86,7 @@ def test_continuous_batching_is_refused():
     few = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # its default fills the memory
     asked = {"inputs": prompt().tolist(), "generation_config": config, "continuous_batching_config": few}
     assert [len(answer.generated_tokens) for answer in plain.generate_batch(**asked).values()] == [4]
-    with pytest.raises(InputError, match=r"generate_batch keeps keys and values in pages.*; call generate "):
+    with pytest.raises(InputError, match="does not run generate_batch; call generate"):
         patched.generate_batch(**asked)
 
 

@@ -17,7 +17,6 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder, PackedOutput
 from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
 from unsloth_pack.layers.kernel_warmup import compile_kernels
-from unsloth_pack.layers.layer import OwnCheckpointing
 from unsloth_pack.losses.head import (
     LabelledHead,
     Loss,
@@ -48,13 +47,10 @@ from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 
 class StepLabels:
-    """The labels of a call, checked, and masked where no loss may see them. Build it before the decoder runs.
+    """The labels `[B, T]` of a call, checked, and masked where no loss may see them.
 
-    Args:
-        model: a `FastCausalLM`.
-        call: arguments of the loss alone are taken out of its `rest`; checks that wait are added to it.
-        labels: `[B, T]`, or None.
-        from_trl: a trainer of TRL's calls, which counts labels without telling the model.
+    Build it before the decoder runs: it takes arguments from the call's `rest`, and adds checks to the call.
+    `from_trl`: TRL calls, which counts labels without telling the model.
     """
 
     def __init__(self, model: "FastCausalLM", call: ForwardCall, labels: Tensor | None, from_trl: bool):
@@ -289,9 +285,8 @@ class FastCausalLM(CountedParameters):
     def _warm_up_kernels(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:
         """Compile the kernels of a first step side by side, those of a tower excepted."""
         decoder = self.fast_decoder
-        if decoder.kernels_are_compiled or call.described is None:
-            return
-        if decoder.training and torch.is_grad_enabled():
+        is_first = not decoder.kernels_are_compiled and decoder.training and torch.is_grad_enabled()
+        if is_first and call.described is not None:
             decoder.kernels_are_compiled = True
             compile_kernels(decoder, call.described, loss_of, decoder.leak_probe)
 
@@ -358,8 +353,7 @@ class FastCausalLM(CountedParameters):
     def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse `generate_batch`, whose thread would log an error and answer nothing."""
         raise InputError(
-            "generate_batch keeps keys and values in pages, which a patched model does not read; call "
-            "generate (a trainer with use_transformers_continuous_batching=False), or undo the patch first"
+            "a patched model does not run generate_batch; call generate, or undo the patch first"
         )
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: object) -> None:
@@ -368,14 +362,14 @@ class FastCausalLM(CountedParameters):
         Trainers switch it on by themselves, and TRL off and on again around each pass of its reference model.
         """
         decoder = self.fast_decoder
-        mode = OwnCheckpointing.from_decoder(decoder) or decoder.own_checkpointing
-        if mode is None or not enable:
+        if decoder.own_checkpointing is None or not enable:
             decoder.recompute_plan = None
             theirs: Any = super()
             theirs._set_gradient_checkpointing(enable=enable, **options)
-        else:
-            mode.restore(decoder)
-        decoder.own_checkpointing = mode
+            return
+        functions, decoder.recompute_plan = decoder.own_checkpointing
+        for layer, function in zip(decoder.layers, functions, strict=True):
+            vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=function)
 
     def enable_input_require_grads(self) -> None:
         """Set transformers' hook unless layers follow a plan, which needs none: it prevents capture."""

@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from unsloth_pack.cuda_graphs.shapes import Embedded
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.layer import OwnCheckpointing, build_layer_inputs
+from unsloth_pack.layers.layer import build_layer_inputs
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.layers.rotary import RotaryTables
@@ -91,7 +91,8 @@ class FastDecoder(nn.Module):
     has_checked_mask: bool
     answers_by_row: str | None  # class of the model around it, if that gives one answer a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
-    own_checkpointing: OwnCheckpointing | None = None  # "auto" or "offload", also while it is switched off
+    # Of "auto" and "offload", also while it is switched off: the layers' functions, and the plan
+    own_checkpointing: tuple[list[Any], Any] | None = None
 
     @no_compile
     def forward(

@@ -9,7 +9,6 @@ Shapes: B rows of T tokens, C features, L layers, P features of a layer's own em
 import inspect
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,32 +222,6 @@ def _refuse_reentrant_sharing(decoder: "FastDecoder") -> None:
                 "use_reentrant=True loses the gradients of keys and values that layers share; set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-
-
-@dataclass(frozen=True)
-class OwnCheckpointing:
-    """A checkpointing mode of this package ("offload" or a plan), to restore after it was switched off."""
-
-    functions: tuple[Any, ...]  # the checkpoint function of each layer, or None
-    plan: Any  # the decoder's `recompute_plan`
-
-    @classmethod
-    def from_decoder(cls, decoder: "FastDecoder") -> "OwnCheckpointing | None":
-        """Read the mode in which a decoder's layers run now, or return None."""
-        functions = tuple(
-            layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
-            for layer in decoder.layers
-        )
-        is_own = any(hasattr(function, "recomputes") for function in functions)
-        return cls(functions, decoder.recompute_plan) if is_own else None
-
-    def restore(self, decoder: "FastDecoder") -> None:
-        """Let the layers run in this mode again."""
-        decoder.recompute_plan = self.plan
-        for layer, function in zip(decoder.layers, self.functions, strict=True):
-            vars(layer)["gradient_checkpointing"] = function is not None
-            if function is not None:
-                layer._gradient_checkpointing_func = function
 
 
 _UNTRAINED = -1

@@ -104,13 +104,6 @@ class _Plan:
     start: Any = None
 
 
-@dataclass
-class _Weight:
-    """A weight, as `arithmetic.record_versions` reads it."""
-
-    weight: Tensor
-
-
 class _TrainedGatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan, *tensors: Tensor | None) -> Tensor:
@@ -122,7 +115,7 @@ class _TrainedGatedMLP(torch.autograd.Function):
         if plan.start is None:
             ctx.save_for_backward(x, *(outputs if plan.keep else []))
         ctx.plan, ctx.params, ctx.shape = plan, params, x.shape
-        ctx.versions = arithmetic.record_versions([_Weight(weight) for weight in params[::2]], params[1::2])
+        ctx.versions = arithmetic.record_versions((), params)
         return arithmetic.reshape_output(y_NO, x.shape)
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Run routed experts, fused where kernels can."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -45,8 +44,7 @@ class FastExperts(ExpertsModule):
     def forward(self, hidden_states: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
         """Compute `[N, C]` from `[N, C]`; `args` are the experts of each token and their weights."""
         if not self.runs_fused(hidden_states, args, kwargs):
-            with _widen_biases(self):
-                return super().forward(hidden_states, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         experts_Nk, weights_Nk = args
         return self.run_fused(hidden_states, experts_Nk, weights_Nk, [])
 
@@ -133,25 +131,6 @@ def why_reads_host(experts: ExpertsModule) -> str | None:
     stacks = [_stack(experts, name) for name in STACKS]
     device = next(experts.parameters()).device
     return why_not_grouped(stacks[0].dtype, device, *(size for stack in stacks for size in stack.shape[1:]))
-
-
-@contextmanager
-def _widen_biases(experts: ExpertsModule) -> Iterator[None]:
-    """Show biases that train in 16 bits in float32 meanwhile.
-
-    transformers picks the bias of each token's expert. Its gradient sums over all tokens in the bias's dtype,
-    one after another, so in 16 bits the error grows with the row.
-    """
-    adds_in_place = experts.config._experts_implementation in ("grouped_mm", "batched_mm")
-    names = [f"{name}_bias" for name in STACKS] if experts.has_bias and adds_in_place else []
-    trained = {name: bias for name in names if (bias := getattr(experts, name)).requires_grad}
-    wide = {name: bias.float() for name, bias in trained.items() if bias.element_size() == 2}
-    experts.__dict__.update(wide)  # Python looks here before the parameters
-    try:
-        yield
-    finally:
-        for name in wide:
-            del experts.__dict__[name]
 
 
 def _stack(experts: ExpertsModule, name: str) -> Tensor | Nf4Stack | Fp8Stack:

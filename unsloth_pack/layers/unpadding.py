@@ -7,13 +7,15 @@ Shapes: B rows of T tokens.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import is_tracing
 
 from unsloth_pack.kernels.launch import HostCopy
@@ -37,7 +39,8 @@ class Unpadding:
     def __init__(self, why_never: str | None):
         self.why_never = why_never  # why batches keep their padding, whatever they are
         self.kept: Counter[str] = Counter()  # batches that kept their padding, by reason
-        self._last: tuple[_CallTensors, PaddedBatch | None] | None = None
+        # Of the call before: a key of its tensors, which stay alive so that ids are unique, and its batch
+        self._last: tuple[list[object], list[Tensor | None], PaddedBatch | None] | None = None
 
     def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None]]:
         return Unpadding, (self.why_never,)
@@ -53,16 +56,8 @@ class Unpadding:
     ) -> PaddedBatch | None:
         """Return the padded batch of a call that describes no packed row, or None if it keeps its padding.
 
-        Waits once for numbers on a device, unless the batch is known or equals that of the call before, as
+        Waits once for numbers on a device, unless the batch is `known` or equals that of the call before, as
         where a trainer asks a reference model for log-probabilities.
-
-        Args:
-            inputs: the decoder's named arguments.
-            known: the batch, where the host has described it.
-            labels, shift_labels, ignore_index: of the loss that the model around the decoder computes.
-
-        Raises:
-            InputError: the mask numbers documents.
         """
         if self.why_never is not None or not _may_be_unpadded(decoder, inputs):
             return None
@@ -72,20 +67,40 @@ class Unpadding:
         tokens = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
         if known is not None:
             return known.on(tokens.device)
-        tensors = _CallTensors(inputs, labels, shift_labels, ignore_index=ignore_index)
-        if not tensors.labels_fit:
+        mask, is_by_ids = inputs["attention_mask"], inputs["input_ids"] is not None
+        losses = [x if isinstance(x, Tensor) else None for x in (labels, shift_labels)]
+        if any(x is not None and x.shape != mask.shape for x in losses):
             return None
-        if self._last is not None and tensors.is_same_as(self._last[0]):
-            return self._last[1]
-        batch = self._describe(decoder, tensors, tokens.device)
-        # An index tensor from inference mode cannot be saved for a later backward pass
-        self._last = None if torch.is_inference_mode_enabled() else (tensors, batch)
-        return batch
+        tensors = [mask, inputs["position_ids"], *losses]
+        describe = partial(self._describe, decoder, tensors, ignore_index, is_by_ids, tokens.device)
+        present = [x for x in tensors if x is not None]
+        # Tensors of inference mode have no version, and cannot be saved for a later backward pass
+        if torch.is_inference_mode_enabled() or any(x.is_inference() for x in present):
+            return describe()
+        key = [*map(id, tensors), *(x._version for x in present), ignore_index, is_by_ids]
+        if self._last is None or self._last[0] != key:
+            self._last = key, tensors, describe()
+        return self._last[2]
 
     def _describe(
-        self, decoder: "FastDecoder", tensors: "_CallTensors", device: torch.device
+        self,
+        decoder: "FastDecoder",
+        tensors: Sequence[Any],
+        ignore_index: int,
+        is_by_ids: bool,
+        device: torch.device,
     ) -> PaddedBatch | None:
-        mask_BT, positions_BT, has_labels = tensors.copy_to_host()
+        """Describe a batch, by what comes to the host in one transfer: mask, positions, labels in padding."""
+        mask, positions, *losses = tensors
+        parts = [mask] if positions is None else [mask, positions.expand_as(mask)]
+        n_by_token = len(parts)
+        for x, is_shifted in zip(losses, (False, True), strict=True):
+            if x is not None:
+                parts.append(padding_has_labels(x, mask != 0, ignore_index, is_shifted))
+        on_device = torch.cat([part.to(mask.device, torch.int64).reshape(-1) for part in parts])
+        copies = HostCopy(on_device).read().cpu().split([part.numel() for part in parts])
+        mask_BT, *others = (numbers.reshape(mask.shape).numpy() for numbers in copies[:n_by_token])
+        positions_BT = others[0] if others else None
         if positions_BT is None:  # nothing else tells the documents apart
             refuse_document_ids(torch.from_numpy(mask_BT))
         real_BT = mask_BT == 1
@@ -93,7 +108,8 @@ class Unpadding:
             return None
         if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
             return None  # several documents a row, or an error: `describe_row` tells
-        if (why := _why_keep_padding(decoder, real_BT, has_labels, tensors.has_ids)) is not None:
+        has_labels = any(bool(flag) for flag in copies[n_by_token:])
+        if (why := _why_keep_padding(decoder, real_BT, has_labels, is_by_ids)) is not None:
             self.kept[why] += 1
             return None
         by_length = not all(tables.is_static for tables in decoder.rotary_tables.values())
@@ -139,57 +155,15 @@ def _why_keep_padding(
     return None
 
 
-class _CallTensors:
-    """The tensors of a call that say what is padding, and what a loss reads of it."""
-
-    def __init__(self, inputs: Mapping[str, Any], *labels: Tensor | None, ignore_index: int):
-        self.has_ids = inputs["input_ids"] is not None
-        self._mask: Tensor = inputs["attention_mask"]
-        self._positions: Tensor | None = inputs["position_ids"]
-        self._labels = tuple(x if isinstance(x, Tensor) else None for x in labels)
-        self._ignore_index = ignore_index
-        self.labels_fit = all(x is None or x.shape == self._mask.shape for x in self._labels)
-        tensors = (self._mask, self._positions, *self._labels)  # they are alive, so ids are unique
-        self._ids = (*map(id, tensors), ignore_index, self.has_ids)
-        self._versions = [None if x.is_inference() else x._version for x in tensors if x is not None]
-
-    def is_same_as(self, other: "_CallTensors") -> bool:
-        """Return whether these are the same tensors, unchanged."""
-        is_same = self._ids == other._ids and self._versions == other._versions
-        return is_same and None not in self._versions
-
-    def copy_to_host(self) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """Return in one transfer the mask and positions `[B, T]`, and whether a loss reads padding."""
-        mask, real = self._mask, self._mask != 0
-        flags = [
-            padding_has_labels(labels, real, self._ignore_index, is_shifted)
-            for labels, is_shifted in zip(self._labels, (False, True), strict=True)
-            if labels is not None
-        ]
-        positions = [] if self._positions is None else [self._positions.expand_as(mask)]
-        parts = [part.to(mask.device, torch.int64).reshape(-1) for part in (mask, *positions, *flags)]
-        copies = HostCopy(torch.cat(parts)).read().cpu().split([part.numel() for part in parts])
-        by_token = [numbers.reshape(mask.shape).numpy() for numbers in copies[: 1 + len(positions)]]
-        has_labels = any(bool(flag) for flag in copies[len(by_token) :])
-        return by_token[0], by_token[1] if positions else None, has_labels
-
-
 class FastSequenceClassification(nn.Module):
     """Replaces a transformers class that answers by row (`LlamaForSequenceClassification`, ...)."""
 
     config: PreTrainedConfig
 
     @no_compile
+    @wraps(GenericForSequenceClassification.forward)  # trainers read its parameters
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: object,
+        self, input_ids: Tensor | None = None, attention_mask: Any = None, *args: object, **kwargs: object
     ) -> object:
         """Answer as transformers does, at the last token of a row that is no `pad_token_id`.
 
@@ -200,13 +174,4 @@ class FastSequenceClassification(nn.Module):
         is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
         if pad_token_id is not None and input_ids is not None and is_per_token:
             input_ids = input_ids.masked_fill(attention_mask == 0, pad_token_id)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        return super().forward(input_ids, attention_mask, *args, **kwargs)

@@ -67,17 +67,17 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
         base.gradient_checkpointing_disable()
     decoder.own_checkpointing = None
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    functions: list[Callable[..., object]] = [_Offloaded()] * len(decoder.layers)
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
-        for number, layer in enumerate(decoder.layers):
-            layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
+        functions = [_AsPlanned(decoder, number) for number in range(len(decoder.layers))]
         base.disable_input_require_grads()  # see `FastCausalLM.enable_input_require_grads`
-        return
-    base.enable_input_require_grads()
+    else:
+        base.enable_input_require_grads()
     if mode is not True:
-        offloaded = _Offloaded()
-        for layer in decoder.layers:
-            layer._gradient_checkpointing_func = offloaded
+        decoder.own_checkpointing = functions, decoder.recompute_plan
+        for layer, function in zip(decoder.layers, functions, strict=True):
+            layer._gradient_checkpointing_func = function
 
 
 class _Offloaded:

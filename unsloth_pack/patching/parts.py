@@ -51,9 +51,12 @@ class DecoderParts:
         """List the parts of a decoder; `choices` are in the order of `mixers_by_layer`."""
         by_layer = mixers_by_layer(decoder, spec)
         modules: list[nn.Module] = list(decoder.modules())
-        mlps = _mlps_by_layer(decoder, spec, {id(module) for _, module in by_layer})
         norm_kind = _own_kind(getattr(decoder, spec.name("norm")))
+        mixers = {id(module) for _, module in by_layer}
+        places = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
+        mlps = [mlp for number, one in places if id(one) not in mixers for mlp in _mlps(number, one, spec)]
         plain = (module for _, mlp, projections in mlps if projections is None for module in mlp.modules())
+        loras = [module for module in modules if isinstance(module, LoraLayer)]
         return cls(
             mixers=[
                 (mixer, copy, choice)
@@ -69,13 +72,9 @@ class DecoderParts:
                 for module in layer.modules()
                 if is_experts(module)
             ],
-            loras=[module for module in modules if is_lora_linear(module)],
-            expert_loras=[module for module in modules if is_expert_adapter(module)],
-            other_loras=[
-                lora
-                for lora in modules
-                if not (is_lora_linear(lora) or is_expert_adapter(lora)) and isinstance(lora, LoraLayer)
-            ],
+            loras=[lora for lora in loras if is_lora_linear(lora)],
+            expert_loras=[lora for lora in loras if is_expert_adapter(lora)],
+            other_loras=[lora for lora in loras if not (is_lora_linear(lora) or is_expert_adapter(lora))],
         )
 
     def list_replaced(self) -> list[nn.Module]:
@@ -93,13 +92,10 @@ class DecoderParts:
 
     def count_gate_features(self, config: PretrainedConfig) -> list[int]:
         """Return the features of gate for a token, in every fused module."""
-        in_mlps = [
-            projections.count_features(mlp) for _, mlp, projections in self.mlps if projections is not None
-        ]
+        in_mlps = [named.count_features(mlp) for _, mlp, named in self.mlps if named is not None]
         chosen: int = getattr(config, "num_experts_per_tok", 1) or 1
-        return in_mlps + [
-            chosen * count_gate_features(experts) for _, experts, gate in self.experts if gate is not None
-        ]
+        in_experts = [count_gate_features(experts) for _, experts, gate in self.experts if gate is not None]
+        return in_mlps + [chosen * features for features in in_experts]
 
 
 def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, nn.Module]]:
@@ -110,14 +106,6 @@ def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, nn.Module
         for name in spec.mixers_of(decoder.config, number)
     ]
     return [(mixer, getattr(layer, spec.name(mixer.attribute))) for mixer, layer in pairs]
-
-
-def _mlps_by_layer(
-    decoder: Any, spec: ArchSpec, mixers: set[int]
-) -> list[tuple[int, nn.Module, GatedProjections | None]]:
-    """Return the MLPs, each with its layer's number; a mixer may stand in the place of an MLP."""
-    mlps = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
-    return [one for number, mlp in mlps if id(mlp) not in mixers for one in _mlps(number, mlp, spec)]
 
 
 def _mlps(
@@ -196,13 +184,12 @@ def refuse_unknown_parts(mixer: Mixer, mixer_module: nn.Module, spec: ArchSpec) 
     for module in modules:
         if type(module).__module__.startswith("transformers_modules."):  # its helpers may differ too
             raise InputError(
-                f"{type(module).__name__} is code of the model's own, which the patch would replace; load "
-                "the model without trust_remote_code"
+                f"{type(module).__name__} is the model's own code; load it without trust_remote_code"
             )
         if unknown := own_names(module) - mixer.known(spec) - ours.keys():
             raise InputError(
                 f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "
-                f"{spec.model_type!r} says nothing; update unsloth_pack, or declare it in its models/ folder"
+                f"{spec.model_type!r} says nothing; update unsloth_pack"
             )
         for name, value in spec.only.items():
             actual = getattr(module, name, getattr(module.config, name, value))
