@@ -15,7 +15,7 @@ from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import list_default_names, lora_targets, refuse_on_stacks
+from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = {f"layers.{i}.self_attn.{name}" for i in (0, 1) for name in SEVEN[:4]}
@@ -142,14 +142,6 @@ def of_type(arch, **overrides):
     return AutoModelForCausalLM.from_config(config).requires_grad_(False)
 
 
-def test_all_linear_leaves_a_router_that_lies_one_module_deeper():
-    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48)
-    chosen = lora_targets(of_type("gemma4_text", **experts), "all-linear")
-    assert not [path for path in chosen.modules if "router" in path]
-    assert {path.rpartition(".")[2] for path in chosen.modules} >= {"q_proj", "o_proj"}
-    assert sum(path.endswith("experts.gate_up_proj") for path in chosen.parameters) == 4
-
-
 UNGATED = {"layers.3.mixer.experts", "layers.3.mixer.experts.base_layer"}
 
 
@@ -210,22 +202,6 @@ def test_the_seven_names_mean_a_layer_that_joins_some(arch, joined, caplog):
         assert f"are one layer here, {name}, which is adapted in their place" in caplog.text
     with pytest.raises(InputError, match="target_modules names 'gate_proj'; the model has"):
         lora_targets(of_type(arch), ["gate_proj"])
-
-
-@pytest.mark.parametrize("option", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
-def test_what_peft_lacks_for_stacks_leaves_them_out_and_says_so(option, caplog):
-    found = places(adapted(of_type("nemotron_h"), None, **option))
-    assert found & UNGATED == set()
-    assert "layers.3.mixer.shared_experts.up_proj" in found
-    assert f"experts are not adapted: PEFT has no {next(iter(option))} for them" in caplog.text
-
-
-def test_names_without_experts_are_peft_s_own():
-    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
-    for targets in (["q_proj"], "all-linear", r".*q_proj"):
-        found = lora_targets(model, targets)
-        assert (found.modules, found.parameters, found.doubles_gate_and_up) == (targets, (), False)
-    assert list_default_names(model) == SEVEN
 
 
 def test_the_ranks_are_those_that_peft_makes_of_these_names():

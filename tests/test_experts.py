@@ -8,7 +8,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
@@ -16,7 +15,6 @@ from unsloth_pack import patch_model
 from unsloth_pack.layers import moe as fast
 from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
-from unsloth_pack.losses.head import load_balancing_loss
 
 EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3
 LAYOUTS = {
@@ -120,37 +118,6 @@ def test_with_an_adapter_on_one_stack_or_none(layout, targets):
     assert max(error(got[name], expected[name]) for name in got) < 1e-13
 
 
-class Sizes(TorchDispatchMode):
-    """Records how many elements every new tensor has, beside views of a model's parameters."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.seen = []
-        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [one for one in [out] if isinstance(one, torch.Tensor)]
-        self.seen += [t.numel() for t in tensors if t.untyped_storage().data_ptr() not in self._known]
-        return out
-
-
-def test_no_gradient_as_large_as_a_stack_is_made_and_nothing_as_wide_is_kept():
-    model = adapted("stacked", torch.float32)
-    index = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(16)]).to(DEVICE)
-    largest = {}
-    for name, one in (("ours", fused(model, keep=False)), ("plain", model)):
-        x, kept = torch.randn(16, WIDTH, device=DEVICE, requires_grad=True), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            y = one(x, index, torch.rand(16, 2, device=DEVICE))
-        with Sizes(one) as sizes:
-            y.sum().backward()
-        largest[name] = max(sizes.seen)
-        if name == "ours":
-            assert {tuple(t.shape) for t in kept} == {(16, WIDTH), (16, 2)}
-    assert largest["ours"] < EXPERTS * FEATURES * WIDTH < 2 * EXPERTS * FEATURES * WIDTH <= largest["plain"]
-
-
 # In models
 
 
@@ -198,34 +165,6 @@ def test_what_a_model_computes_without_an_adapter_or_with_several(documents):
     assert error(outputs[0], outputs[1]) > 0.01 < error(outputs[0], outputs[2])
 
 
-def test_hooks_inside_run(documents):
-    model = tiny_model("qwen3_moe", torch.float32)
-    patch = patch_model(model)
-    expected = run_packed(model, documents)
-    layer = model.get_base_model().model.layers[0].mlp.experts
-    called = []
-    for one in (layer.base_layer, layer.lora_A["default"], layer.get_base_layer().act_fn):
-        handle = one.register_forward_hook(lambda *_: called.append(1))
-        got = run_packed(model, documents)
-        if one is not layer.lora_A["default"]:  # PEFT itself reads the weight of this one
-            assert called, type(one)
-        called.clear()
-        handle.remove()
-        assert error(got.logits, expected.logits) < 1e-5
-    assert patch.report.fused["experts"].startswith("1 layers")
-
-
-def test_trained_weights_of_experts_are_not_fused(documents):
-    model = tiny_model("qwen3_moe", torch.float32)
-    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
-    patch = patch_model(model)
-    experts.down_proj.requires_grad_()
-    assert patch.report.not_fused["experts"] == "1 layers: the weights are trained"
-    assert "its experts are not fused" in patch.report.not_fused["LoRA"]
-    run_packed(model, documents)
-    assert experts.down_proj.grad is not None
-
-
 def test_a_router_that_is_trained_gets_its_gradient(documents):
     truth = run_alone(trained_router(torch.float64), documents)
     name = next(name for name in truth.grads if name.endswith("mlp.gate.weight"))
@@ -262,13 +201,3 @@ def test_the_auxiliary_loss_is_plains_and_sees_no_padding(documents):
     expected, got = (one(**batch, use_cache=False, **asked) for one in (plain, model))
     assert error(got.aux_loss, expected.aux_loss) < 1e-6
     assert error(got.loss, expected.loss) < 1e-5
-
-
-@pytest.mark.parametrize("arch", ["mixtral", "granitemoehybrid", "olmoe"])
-def test_the_auxiliary_loss_of_trls_head_is_plains(arch):
-    """Configurations call the number of experts by different names."""
-    plain = tiny_model(arch, torch.float32)
-    row = random_documents([40])[0][None].to(DEVICE)
-    out = plain(input_ids=row, labels=row, use_cache=False, output_router_logits=True)
-    found = load_balancing_loss(out.router_logits, plain.config, None, out.aux_loss.device)
-    assert torch.equal(found, out.aux_loss)

@@ -3,10 +3,8 @@
 import copy
 import io
 
-import late_metrics_runs as runs
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny import DEVICE
 from torch.optim import AdamW
 
@@ -107,30 +105,6 @@ def test_the_weights_are_adamws(give, dtypes):
     assert is_flat(flat[1])
 
 
-def test_gradients_of_a_captured_step_are_not_copied():
-    parameters = weights()
-    optimizer = FlatAdamW(parameters, fused=True)
-    give_gradients_in_one(parameters, 0)
-    before = [p.grad.data_ptr() for p in parameters]
-    (flat,) = optimizer.flat_weights()
-    assert [p.grad.data_ptr() for p in parameters] == before
-    assert flat.grad.data_ptr() == min(before)
-    give_gradients(parameters, 0)
-    apart = [p.grad for p in parameters]
-    optimizer.flat_weights()
-    assert [p.grad.data_ptr() for p in parameters] != [grad.data_ptr() for grad in apart]
-
-
-def test_one_norm_clips_all():
-    flat, plain = both()
-    for parameters, _ in (flat, plain):
-        give_gradients(parameters, 0)
-    norm = torch.nn.utils.clip_grad_norm_(flat[1].flat_weights(), 0.5)
-    expected = torch.nn.utils.clip_grad_norm_(plain[0], 0.5)
-    assert are_close(norm, expected)
-    assert all(are_close(p.grad, q.grad) for p, q in zip(flat[0], plain[0], strict=True))
-
-
 def test_addresses_stay():
     """Captured graphs read them, also of the next training with the same model."""
     parameters = weights()
@@ -218,32 +192,3 @@ def test_either_goes_on_from_the_other(before, after):
             update(resumed, other, seed)
     assert_same((other, resumed), (expected, reference))
     assert after is AdamW or is_flat(resumed)
-
-
-def test_going_on_changes_no_bit():
-    whole, parameters = weights((torch.float32,)), weights((torch.float32,))
-    reference, optimizer = optimizer_of(FlatAdamW, whole), optimizer_of(FlatAdamW, parameters)
-    for seed in range(UPDATES):
-        update(reference, whole, seed)
-        update(optimizer, parameters, seed)
-        saved = copy.deepcopy(optimizer.state_dict())
-        parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-        optimizer = optimizer_of(FlatAdamW, parameters)
-        optimizer.load_state_dict(saved)
-    assert all(map(torch.equal, parameters, whole))
-    assert is_flat(optimizer)
-
-
-def test_a_model_with_flat_weights_is_saved_as_before(tmp_path):
-    model = runs.model()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    save_file({name: p.detach().clone() for name, p in trained.items()}, tmp_path / "before.safetensors")
-    FlatAdamW(trained.values())
-    save_file({name: p.detach() for name, p in trained.items()}, tmp_path / "after.safetensors")
-    before, after = (load_file(tmp_path / f"{name}.safetensors") for name in ("before", "after"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    model.save_pretrained(tmp_path / "adapter")
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2 * sum(
-        p.numel() * 4 for p in trained.values()
-    )

@@ -10,7 +10,6 @@ from peft import LoraConfig
 from tiny import tiny_model
 from torch.optim import AdamW
 from transformers import Trainer, default_data_collator
-from trl import SFTTrainer
 
 from unsloth_pack import patch_model
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
@@ -58,20 +57,6 @@ def test_training_is_the_same(make, accumulation, clip, tmp_path):
     for line, right in zip(log, expected_log, strict=True):
         assert line == pytest.approx(right, rel=1e-4)
     assert_close(weights, expected)
-
-
-def test_the_optimizer_takes_one_tensor(tmp_path):
-    """In every step: nothing on the way turns the gradients into many again."""
-    seen = []
-
-    class Watched(SFTTrainer):
-        def _clip_grad_norm(self, model):
-            norm = super()._clip_grad_norm(model)
-            seen.append(len(optimizer_of(self).flat_weights()))
-            return norm
-
-    run(tmp_path, kind=Watched)
-    assert seen == [1] * 18
 
 
 @pytest.mark.parametrize("was_flat", [True, False])

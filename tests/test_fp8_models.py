@@ -66,15 +66,6 @@ def test_documents_stay_apart():
     assert distance(packed, alone) < 0.05  # a last bit may round to another e4m3 value
 
 
-def test_the_report_says_so():
-    model = in_fp8()[0]
-    report = patch_model(model, "sdpa").report
-    assert report.fused["base"] == "14 frozen linear layers in fp8"
-    assert (
-        report.fused["LoRA"] == "14 layers; those over one input, and those of an MLP, as one autograd node"
-    )
-
-
 def test_merged_weights_are_the_dequantised_ones_and_the_adapter(tmp_path):
     folder = str(save_model(tmp_path / "base"))
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=128)

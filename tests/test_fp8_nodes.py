@@ -7,13 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from tiny import random_documents, run_alone, run_packed, tiny_model
+from tiny import random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model
 from unsloth_pack.kernels import quantize_rows
 from unsloth_pack.lora import arithmetic, mlp
 from unsloth_pack.lora.quantised import quantize_to_fp8
-from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
 ROWS, WIDTH, RANK = 37, 48, 4
@@ -86,18 +85,6 @@ def test_the_gradient_of_the_input_against_float64(kinds, dropping, is_given):
     assert_exact(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "dense"])
-@pytest.mark.parametrize("dropping", [False, True])
-def test_the_part_that_is_left_to_the_caller(kind, dropping):
-    a_RI, (layer, *_) = group((kind, kind, kind), dropping)
-    a_RI, g = a_RI[:RANK], torch.randn(ROWS, OUTPUTS[0])
-    gh = arithmetic.backward_to_ranks([g], a_RI, [layer])
-    whole = arithmetic.backward_to_input([g], gh, a_RI, [layer])
-    gx, rest = arithmetic.backward_to_input_base(g, gh, a_RI, [layer])
-    assert (rest is None) == dropping
-    assert_exact(gx if rest is None else gx + rest.scale * rest.left @ rest.right.t(), whole.double())
-
-
 def in_fp8(arch="llama", dropout=0.0):
     model = tiny_model(arch, torch.float32, "cpu", lora={"lora_dropout": dropout})
     quantize_to_fp8(model.get_base_model())
@@ -124,32 +111,3 @@ def test_tiles_give_what_the_whole_does(monkeypatch, arch, dropout):
     expected = outcome(in_fp8(arch, dropout))
     monkeypatch.setattr(mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
     assert_alike(outcome(in_fp8(arch, dropout)), expected)
-
-
-@pytest.mark.parametrize("mode", [True, "offload"])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_recomputed_layers_give_what_kept_ones_do(mode, dropout):
-    expected = outcome(in_fp8(dropout=dropout))
-    model = in_fp8(dropout=dropout)
-    enable_checkpointing(model, mode)
-    assert_alike(outcome(model), expected)
-
-
-def test_undone_the_layers_run_by_themselves():
-    model = tiny_model("llama", torch.float32, "cpu")
-    quantize_to_fp8(model.get_base_model())
-    documents = random_documents(LENGTHS)
-    before = run_alone(model, documents)
-    patch = patch_model(model, "sdpa")
-    packed = run_packed(model, documents)
-    patch.undo()
-    after = run_alone(model, documents)
-    assert torch.equal(after.logits, before.logits)
-    assert distance(packed.logits, before.logits) < 0.05  # a last bit may round to another e4m3 value
-    for name, grad in before.grads.items():
-        assert torch.equal(after.grads[name], grad), name
-        assert distance(packed.grads[name], grad) < 0.1, name
-
-
-def distance(got, exact):
-    return float((got - exact).norm() / exact.norm())

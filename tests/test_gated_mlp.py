@@ -2,7 +2,6 @@
 
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +13,9 @@ from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
-from unsloth_pack.layers import mlp as gate_and_up
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora import mlp as module
-from unsloth_pack.lora.linear import FastLoraLinear, Recipe
+from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
@@ -120,15 +118,6 @@ def test_many_tiles_sum_to_exact_gradients(monkeypatch):
     judge(with_biases, torch.bfloat16, lambda model: fused(model, keep=False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
-def test_sums_that_are_stored(monkeypatch, dtype, joined, tile):
-    monkeypatch.setattr(module, "should_store", lambda rank: True)  # as it is for large ranks
-    monkeypatch.setattr(module, "_TILE", tile)
-    judge(lambda dtype: adapted(dtype, joined), dtype, lambda model: fused(model, True), again=True)
-
-
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_last_backward_pass_writes_gradients_over_gate_and_up(joined):
     model = adapted(torch.float32, joined)
@@ -146,28 +135,6 @@ def test_the_last_backward_pass_writes_gradients_over_gate_and_up(joined):
     assert not any(map(torch.equal, kept, before))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, x, g)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
-def test_the_gradient_of_an_input_that_is_made_again_takes_its_place(monkeypatch, keep, tile):
-    monkeypatch.setattr(module, "_TILE", tile)
-    made, results = [], []
-
-    def doubled(x):
-        made.append(2 * x)
-        return made[-1]
-
-    for by_recipe in (False, True):
-        model = adapted(torch.float32)
-        (x, g), run = inputs(torch.float32), fused(model, keep)
-        twice = 2 * x.requires_grad_()
-        if by_recipe:
-            vars(twice)["recipe"] = Recipe(doubled, (x,))
-        factors = [p for p in model.parameters() if p.requires_grad]
-        results.append(torch.autograd.grad(run(twice), [x, *factors], g))
-    assert all(map(torch.equal, *results))
-    assert torch.equal(2 * made[0], results[0][0])
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -221,30 +188,6 @@ def test_in_four_bits(monkeypatch, keep, tile):
 
     monkeypatch.setattr(module, "_TILE", tile)
     judge(make, torch.bfloat16, lambda model: fused(model, keep))
-
-
-@pytest.mark.parametrize(("width", "every"), [(64, 2), (4096, 9)])
-@pytest.mark.parametrize("mode", [False, True, "auto"])
-@pytest.mark.parametrize("is_roomy", [False, True])
-def test_which_layers_keep_gate_and_up(mode, width, every, is_roomy, monkeypatch):
-    """Not layers that are recomputed anyway; where memory is short not every second or every ninth."""
-    model = tiny_model("llama", torch.float32, num_hidden_layers=10)
-    needed = 2 * 10 * model.config.intermediate_size * 2**20 * 4
-    monkeypatch.setattr(gate_and_up, "free_bytes", lambda device: 4 * needed - (not is_roomy))
-    patch_model(model)
-    enable_checkpointing(model, mode)
-    decoder = model.get_decoder()
-    decoder.gate_and_up_plan.decide(2**20, 4, torch.device("cuda"))
-    mlps = [layer.mlp for layer in decoder.layers]
-
-    def kept(n_tokens, is_cuda):
-        x = torch.empty(n_tokens, width, device="meta")
-        x = SimpleNamespace(shape=x.shape, numel=x.numel, element_size=x.element_size, is_cuda=is_cuda)
-        return [mlp._keeps(x) for mlp in mlps]
-
-    assert kept(10, True) == kept(2**20, False) == [mode is not True] * 10
-    spared = [is_roomy or number % every > 0 for number in range(10)]
-    assert kept(2**20, True) == (spared if mode is False else [mode == "auto"] * 10)
 
 
 @pytest.mark.parametrize("mode", [False, True, "offload"])

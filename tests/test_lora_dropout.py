@@ -83,11 +83,3 @@ def test_layers_over_one_input_may_differ():
     assert not torch.equal(attention.q_proj(x), attention.q_proj(x))
     first, second = outcome(model), outcome(model)
     assert_alike(first, second)
-
-
-def test_a_dropout_of_another_kind_is_left_to_peft():
-    model = tiny_model("llama", lora={"lora_dropout": 0.4})
-    for module in model.modules():
-        if hasattr(module, "lora_dropout"):
-            module.lora_dropout["default"] = nn.AlphaDropout(0.4)
-    assert "LoRA dropout by a AlphaDropout" in patch_model(model).report.not_fused["LoRA"]

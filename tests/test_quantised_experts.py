@@ -14,8 +14,7 @@ from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised, quantise_experts
-from unsloth_pack.lora.quantised import quantize_to_fp8
+from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, quantise_experts
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
 kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8"])
@@ -113,18 +112,3 @@ def test_undo_and_copies(kind):
     assert {name: type(one).__name__ for name, one in model.named_modules()} == kept
     patch_model(model)
     assert torch.equal(logits(model), expected)
-
-
-def test_experts_whose_sizes_do_not_fit_stay_as_they_are():
-    model = base(moe_intermediate_size=20, **EVERY_LAYER)
-    assert quantise_experts(model, "fp8") == 0
-    assert not any(is_quantised(one) for one in model.modules() if is_experts(one))
-
-
-def test_all_of_a_decoder_goes_into_fp8():
-    model = base(**EVERY_LAYER)
-    assert quantize_to_fp8(model) == 8
-    assert all(is_quantised(one) for one in model.modules() if is_experts(one))
-    patch_model(model)
-    adapted_model = FastLanguageModel.get_peft_model(model, r=3)
-    assert torch.isfinite(run_packed(adapted_model, random_documents([7, 4])).loss)

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from largest import Largest
-from test_gated_mlp import ACTIVATIONS, FEATURES, MLP, TOKENS, WIDTH, outcome
+from test_gated_mlp import ACTIVATIONS, MLP, TOKENS, WIDTH, outcome
 from test_gated_mlp import inputs as packed_inputs
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
-from torch import nn
 
 from unsloth_pack import patch_model
 from unsloth_pack.layers.mlp import trained_gated_mlp, trains_fused
@@ -81,19 +79,6 @@ def test_autocast_over_weights_in_float32():
         assert error(got[name], value) <= 1.5 * error(theirs[name], value), name
 
 
-def test_what_is_not_plain_runs_layer_by_layer():
-    mlp = mlp_of(False, False, "silu")
-    layers = [*mlp.inner, mlp.down_proj]
-    assert trains_fused(layers)
-    with torch.no_grad():
-        assert not trains_fused(layers)
-    hook = mlp.down_proj.register_forward_hook(lambda *_: None)
-    assert not trains_fused(layers)
-    hook.remove()
-    assert not trains_fused([*mlp.inner, nn.Identity()])
-    assert not trains_fused([layer.requires_grad_(False) for layer in layers])
-
-
 def full(arch, dtype=torch.float64, **overrides):
     model = tiny_model(arch, dtype, **overrides).unload().train()
     return model.requires_grad_(True)
@@ -112,21 +97,3 @@ def test_a_model_that_trains_in_full_takes_a_packed_row(arch, mode):
     assert len(ours.grads) == len([*model.parameters()])
     for name, gradient in truth.grads.items():
         assert error(ours.grads[name], gradient) < 1e-5, name  # transformers' norms are in float32
-
-
-def test_the_product_is_not_kept():
-    """For the backward pass a layer keeps gate and up."""
-    kept = []
-
-    def note(x):
-        kept.append(tuple(x.shape))
-        return x
-
-    x, _ = inputs(torch.float32)
-    mlp = mlp_of(False, False, "silu").to(DEVICE)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        y = fused(mlp, True)(x.requires_grad_())
-    assert kept.count((TOKENS, FEATURES)) == 2
-    with Largest() as largest:
-        y.sum().backward()
-    assert largest.elements == TOKENS * FEATURES

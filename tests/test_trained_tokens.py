@@ -1,14 +1,10 @@
 """Input embeddings of which PEFT trains a few rows, beside PEFT's own forward."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from tiny import DEVICE, error, random_documents, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.layers.layer import FastTrainedTokens
 
 LENGTHS = [40, 1, 30]
 TOKENS = [3, 40, 255]
@@ -66,19 +62,6 @@ def test_a_packed_row_trains_tokens_as_documents_alone_do(arch, is_tied):
     assert_same(step(model, patched=True), theirs)
 
 
-def test_other_tokens_have_other_places():
-    model = model_that_trains()
-    patch_model(model)
-    embeddings = model.get_base_model().get_input_embeddings()
-    assert isinstance(embeddings, FastTrainedTokens)
-    ids = torch.arange(256, device=DEVICE)
-    for tokens in (TOKENS, [7, 9, 11]):
-        embeddings.token_adapter.token_indices["default"] = tokens
-        expected = embeddings.token_adapter.base_layer.weight.clone()
-        expected[tokens] = embeddings.token_adapter.trainable_tokens_delta["default"]
-        assert torch.equal(embeddings(ids), expected)
-
-
 @pytest.mark.parametrize("how", ["switched off", "merged", "the padding trains", "hooks", "two adapters"])
 def test_what_is_not_plain_runs_as_pefts_own(how):
     tokens = [*TOKENS[:2], 0] if how == "the padding trains" else TOKENS
@@ -106,19 +89,6 @@ def test_what_is_not_plain_runs_as_pefts_own(how):
             (gradient,) = torch.autograd.grad(out.sum(), layer.trainable_tokens_delta["default"])
             found[-1] = torch.cat([found[-1], gradient])
     assert torch.equal(*found)
-
-
-def test_undone_copied_and_pickled():
-    model = model_that_trains()
-    kind = type(model.get_base_model().get_input_embeddings())
-    patch = patch_model(model)
-    before = step(model, patched=True)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same(step(twin, patched=True), before)
-    patch.undo()
-    embeddings = model.get_base_model().get_input_embeddings()
-    assert type(embeddings) is kind
-    assert not {"places", "placed"} & vars(embeddings).keys()
 
 
 @pytest.mark.gpu

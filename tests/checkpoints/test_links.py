@@ -1,15 +1,12 @@
 """A link inside an output folder is replaced; what it points to stays as it was."""
 
 import json
-import os
-from contextlib import suppress
 
-import numpy as np
 import pytest
 
-from unsloth_pack.checkpoints.atomic import atomic_dir, remove_folder, write_file
+from unsloth_pack.checkpoints.atomic import atomic_dir
 from unsloth_pack.report.callbacks import MetricsFile
-from unsloth_pack.report.html import plot_lengths, plot_loss
+from unsloth_pack.report.metrics import MetricsFile
 
 
 @pytest.fixture
@@ -32,16 +29,6 @@ def out(tmp_path):
 def holds_only(folder, *names):
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     return not any(path.is_symlink() for path in folder.rglob("*"))
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("name", ["loss.png", ".loss.png.aside"])
-def test_plots(name, out, precious):
-    (out / name).symlink_to(precious)
-    plot_loss([{"step": 1, "loss": 2.0}], out / "loss.png")
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    plot_lengths(np.array([1, 2]), 8, out / "lengths.png")
-    assert holds_only(out, "loss.png", "lengths.png")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".metrics.jsonl.aside"])
@@ -79,26 +66,3 @@ def test_a_folder_that_is_named_may_be_a_link(is_there, out, tmp_path):
         (folder / "new").write_text("new")
     assert (tmp_path / "link").is_symlink()
     assert holds_only(out, "new", *(["old"] if is_there else []))
-
-
-def test_a_file_that_fails_leaves_what_was_there(out):
-    (out / "file").write_text("old")
-    with suppress(KeyboardInterrupt), write_file(out / "file") as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
-    assert (out / "file").read_text() == "old"
-    with write_file(out / "new") as file:
-        file.write(b"new")
-    assert (out / "file").stat().st_mode == (out / "new").stat().st_mode
-    assert holds_only(out, "file", "new")
-
-
-def test_removing_a_link_to_a_folder(out, tmp_path):
-    (out / "kept").write_text("")
-    (tmp_path / "link").symlink_to(out)
-    remove_folder(tmp_path / "link")
-    assert not os.path.lexists(tmp_path / "link")
-    assert holds_only(out, "kept")
-    remove_folder(out)
-    assert not out.exists()
-    remove_folder(out)

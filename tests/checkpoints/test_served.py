@@ -31,13 +31,3 @@ def test_what_is_said(options, says):
     said = note(**options)
     assert says in said
     assert "\n" not in said
-
-
-@pytest.mark.parametrize("options", [{}, {"r": 16}, {"use_rslora": True}])
-def test_what_can_be_served(options):
-    assert note(**options) is None
-
-
-def test_several_reasons_are_one_line():
-    said = note(use_dora=True, modules_to_save=["lm_head"])
-    assert "it takes no modules_to_save; it takes no DoRA: merge it" in said

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -24,65 +23,9 @@ def save(target, *names, text="new", **options):
             (folder / name).write_text(text)
 
 
-def save_and(act, target, **options):
-    """Save a file, and act before the save ends."""
-    with atomic_dir(target, **options) as folder:
-        (folder / "a").write_text("first")
-        act(folder)
-
-
 def content(folder):
     found = (path for path in folder.rglob("*") if path.is_file() and ".aside" not in str(path))
     return {str(path.relative_to(folder)): path.read_text() for path in found}
-
-
-@pytest.fixture
-def mount(tmp_path, monkeypatch):
-    """A folder that behaves like a mount point whose parent cannot be written to."""
-    folder = tmp_path / "parent" / "mounted"
-    folder.mkdir(parents=True)
-
-    def is_inside(path):
-        return os.path.abspath(path).startswith(f"{folder}{os.sep}")
-
-    def guarded(call):
-        def rename(source, goal, **more):
-            if is_inside(source) != is_inside(goal):
-                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-            return call(source, goal, **more)
-
-        return rename
-
-    make = os.mkdir
-
-    def mkdir(path, *more, **options):
-        if not is_inside(path) and not os.path.lexists(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return make(path, *more, **options)
-
-    monkeypatch.setattr(os, "replace", guarded(os.replace))
-    monkeypatch.setattr(os, "rename", guarded(os.rename))
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    return folder
-
-
-@pytest.mark.parametrize("already", [(), ("config.json", "notes")])
-def test_a_mount_point_is_written_to_from_inside(already, mount):
-    for name in already:
-        (mount / name).write_text("old")
-    save(mount, "config.json", "other/deep/weights", last=["config.json"])
-    assert content(mount) == dict.fromkeys(already, "old") | {
-        "config.json": "new",
-        "other/deep/weights": "new",
-    }
-    assert not list(mount.glob("*.aside"))
-
-
-def test_a_new_folder_gets_its_name_when_it_is_whole(tmp_path):
-    with atomic_dir(tmp_path / "new") as folder:
-        (folder / "file").write_text("new")
-        assert not (tmp_path / "new").exists()
-    assert content(tmp_path) == {"new/file": "new"}
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -112,31 +55,6 @@ def test_two_saves_at_once_leave_each_other_alone(is_there, tmp_path):
         assert (first / "a").read_text() == "first"
         assert holds(out if is_there else tmp_path)
     assert content(out)["a"] == "first"
-
-
-def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
-    def save_elsewhere(folder):
-        save(tmp_path / "out", "a", text="second")
-
-    with pytest.raises(InputError, match="could not be written"):
-        save_and(save_elsewhere, tmp_path / "out")
-    assert content(tmp_path) == {"out/a": "second"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [("a", {"may_replace": False}, "File exists"), ("a/mine", {}, "Is a directory")],
-)
-def test_what_is_not_replaced(name, options, says, tmp_path):
-    """A file that came meanwhile, by packs; a folder, by a file."""
-
-    def write(_):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-
-    with pytest.raises(InputError, match=says):
-        save_and(write, tmp_path, **options)
-    assert content(tmp_path) == {name: "mine"}
 
 
 OLD = {"config.json": "old", "a": "old", "stale": "old", "notes": "old"}
@@ -248,16 +166,6 @@ def test_a_claim_ends_with_its_process(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_claim_does_not_outlive_its_context_in_a_child(tmp_path):
-    with claimed(tmp_path / "out"):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-        child.start()
-    with claimed(tmp_path / "out"):
-        pass
-    child.kill()
-    child.join()
 
 
 def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch):

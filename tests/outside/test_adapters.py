@@ -160,24 +160,6 @@ def test_merged_and_unmerged(names, two_adapters):
     assert_close(both(two_adapters, lambda m: m.unmerge_adapter()), before)
 
 
-def test_weighted_hotswapped_and_unloaded(two_adapters, tmp_path):
-    from peft.utils.hotswap import hotswap_adapter
-
-    def combine(model):
-        model.add_weighted_adapter(["default", "other"], [0.3, 0.9], "sum", combination_type="cat")
-        model.set_adapter("sum")
-
-    plain, patched = two_adapters
-    both(two_adapters, combine)
-    both(two_adapters, lambda m: (m.set_adapter("default"), m.delete_adapter("sum")))
-    adapted({"target_modules": ALL}, seed=9).save_pretrained(tmp_path)
-    truth = both(two_adapters, lambda m: hotswap_adapter(m, str(tmp_path), "default"))
-    assert_same_training(patched, plain)
-    merged = copy.deepcopy(patched).merge_and_unload()
-    assert_close(packed_call(merged)[0].detach(), truth)
-    both((plain.unload(), patched.unload()), lambda m: None)
-
-
 SHIFTED = "its virtual tokens shift the documents; use LoRA"
 REFUSED = {
     "prompt tuning": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), SHIFTED),
@@ -257,26 +239,6 @@ def test_each_row_has_a_task_of_its_own():
     assert "PEFT pairs rows" in patch.report.not_fused["padding"]
 
 
-def test_each_token_has_a_scaling_of_its_own(tmp_path):
-    """X-LoRA weighs its adapters at every token of a batch."""
-    for name in "01":
-        adapted({"target_modules": ALL}, seed=int(name)).save_pretrained(tmp_path / name)
-    models = []
-    for is_patched in (False, True):
-        torch.manual_seed(0)
-        base = plain_model()
-        base.config.use_cache = False  # X-LoRA demands it
-        if is_patched:
-            patch_model(base)
-        config = peft.XLoraConfig(
-            task_type="CAUSAL_LM", hidden_size=64, adapters={n: str(tmp_path / n) for n in "01"}
-        )
-        models.append(peft.get_peft_model(base, config).eval())
-    with torch.no_grad():
-        assert_close(scored(models[1]), scored(models[0]))
-    both(models, lambda model: None)
-
-
 def test_an_adapter_begins_with_what_rows_hold():
     """EVA measures the inputs of layers in a padded batch, by the places of its tokens."""
     config = LoraConfig(r=2, target_modules=ALL, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1))
@@ -306,17 +268,6 @@ def test_copies_are_independent():
                 weight.zero_()
     assert not torch.allclose(packed_call(twin)[0], calls_alone(plain)[0])
     both((plain, copy.deepcopy(plain)), lambda m: None if m is plain else patch_model(m))
-
-
-def test_embeddings_are_resized():
-    plain = adapted({"target_modules": ALL})
-    patched = copy.deepcopy(plain)
-    patch_model(patched)
-    for model in (plain, patched):
-        torch.manual_seed(5)
-        model.resize_token_embeddings(300, mean_resizing=False)
-    assert packed_call(patched)[0].shape[-1] == 300
-    assert_same_training(patched, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import RepoUrl
 from model_folder import byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
@@ -105,17 +105,6 @@ def _begin(command, begin, number):
     sys.exit(main(command))
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(flags, tmp_path):
-    ended = together(flags, flags)
-    assert [code for code, _ in ended] == [0, 0], ended
-    folders = list((tmp_path / "outputs").iterdir())
-    assert len(folders) == 2
-    for folder in folders:
-        assert (folder / "adapter_model.safetensors").is_file()
-        kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert kinds.count("config") == kinds.count("summary") == 1
-
-
 @pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
 def test_one_of_two_runs_into_one_folder_is_refused(more, flags, tmp_path):
     command = [*flags, "--output_dir=out", *more]
@@ -141,39 +130,6 @@ def test_a_run_replaces_no_file_of_somebody_else(name, flags, refused, tmp_path)
     assert "give another folder" in error
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
     assert (tmp_path / "out" / name).read_text() == "mine"
-
-
-def test_other_files_stay_and_a_runs_own_may_be_replaced(flags, tmp_path):
-    kept = tmp_path / "out" / "checkpoint-of-mine"
-    kept.mkdir(parents=True)
-    (tmp_path / "out" / "train.log").write_text("mine")
-    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
-    assert main([*flags, "--output_dir=out", "--overwrite_output_dir"]) == 0
-    assert (tmp_path / "out" / "train.log").read_text() == "mine"
-    assert kept.is_dir()
-    assert not list((tmp_path / "out").glob("checkpoint-[0-9]*"))
-
-
-def test_resuming_writes_to_no_folder_that_the_run_did_not_name(flags, refused, tmp_path):
-    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
-    (tmp_path / "out" / "adapter_config.json").unlink()
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "model.safetensors").write_text("precious")
-    again = ["--overwrite_output_dir", "--output_dir=out", *flags, "--save_model", "--save_path=theirs"]
-    assert "save_path 'theirs' is not empty" in refused(again)
-    assert (tmp_path / "theirs" / "model.safetensors").read_text() == "precious"
-
-
-def test_a_plot_replaces_plots_only(model_folder, data, refused, tmp_path):
-    command = ["stats", f"--model_name={model_folder}", f"--dataset={data}"]
-    (tmp_path / "notes").write_text("mine")
-    assert "no picture" in refused([*command, "--png=notes"])
-    assert "ends in one of .png, .pdf" in refused([*command, "--png=rows.jsonl"])
-    (tmp_path / "folder").mkdir()
-    assert "is a folder" in refused([*command, "--png=folder"])
-    for _ in "ab":
-        assert main([*command, "--png=lengths.png"]) == 0
-    assert (tmp_path / "notes").read_text() == "mine"
 
 
 # What is loaded from a folder
@@ -245,14 +201,6 @@ def test_no_weights_of_an_earlier_save_stay(earlier, model, tmp_path):
     assert_loads(saved, logits(model))
     names = {path.name for path in saved.iterdir() if "tokenizer" not in path.name}
     assert names == {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
-
-
-def test_no_template_of_an_earlier_tokenizer_stays(model, tmp_path):
-    model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer("{{ 'old' }}"))
-    model.save_pretrained_merged(tmp_path / "saved")
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "{{ 'old' }}"
-    model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer(None))
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template is None
 
 
 @pytest.mark.parametrize("method", ["lora", "merged_16bit"])

@@ -1,7 +1,6 @@
 """A merged model computes what was trained, or one line says why not: every tuner and variant of PEFT."""
 
 import copy
-import dataclasses
 import re
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from model_folder import save_model
 from outside_models import DEVICE
-from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import FastLanguageModel, InputError, patch_model
@@ -154,13 +153,6 @@ VARIANTS = {
         target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ),
 }
-WITHOUT_A_CASE = {  # fields of LoraConfig that change what is trained, and not how it is merged
-    *("r", "lora_alpha", "exclude_modules", "layers_pattern", "fan_in_fan_out"),
-    *("lora_dropout", "runtime_config"),  # for training alone
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # initial weights, from CUDA or data
-    *("megatron_config", "megatron_core"),  # layers that no supported model has
-    *("use_qalora", "qalora_group_size"),  # on GPTQ layers, which are not loaded
-}
 CASES = TUNERS | VARIANTS
 NOT_ON_A_PATCHED_MODEL = ("ADAPTION_PROMPT", "alora_invocation_tokens")  # nor virtual tokens
 NEEDS_SKLEARN = ("ADAMSS",)
@@ -175,17 +167,6 @@ def each(cases):
 
 
 BASES = {"untied": {}, "tied": {"tie_word_embeddings": True}}
-
-
-def test_every_tuner_has_a_case():
-    assert TUNERS.keys() == {kind.value for kind in PeftType}
-
-
-def test_every_variant_has_a_case():
-    own = {field.name for field in dataclasses.fields(LoraConfig)}
-    own -= {field.name for field in dataclasses.fields(PeftConfig)}
-    named = {name for case in VARIANTS for name in case.partition(":")[0].split()}
-    assert own - WITHOUT_A_CASE <= named, "a field of LoraConfig without a case"
 
 
 @pytest.fixture(scope="module")
@@ -389,40 +370,12 @@ def test_on_eight_bits(case, folders, tmp_path):
     assert (logits(reloaded(target)) - trained).norm() < 0.1 * moved  # int8 rounds activations too
 
 
-def test_an_adapter_that_was_refused_before_is_no_part_of_it(folders, tmp_path):
-    """A notebook keeps its last error, and with it what PEFT had begun to make."""
-    model, _ = loaded(folders("LORA", "untied"))
-    with pytest.raises(InputError) as kept:
-        get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    model = train(get_peft_model(model, lora_config()))
-    model.save_pretrained_merged(tmp_path / "merged")
-    require_equal(tmp_path / "merged", logits(model))
-    del kept
-
-
 def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):
     model, _ = loaded(folders("LORA", "untied"))
     model = FastLanguageModel.get_peft_model(model, r=4)
     model.get_base_model().model.norm.offset = torch.nn.Parameter(torch.ones(64))
     said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
     assert "weight model.norm.offset is (64,), and not missing as in a new model" in said
-
-
-def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
-    """On some CPUs bitsandbytes packs weights anew when a model first generates."""
-    pytest.importorskip("bitsandbytes")
-    model, _ = loaded(folders("LORA", "untied"), load_in_4bit=True)
-    train(model := FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"]))
-    trained = logits(model)
-    with torch.no_grad():
-        FastLanguageModel.for_inference(model)(input_ids=IDS.to(model.device))
-    states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
-    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
-        said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
-        assert "packed for inference on a CPU; load the model anew" in said
-        return
-    model.save_pretrained_merged(tmp_path / "merged")
-    require_equal(tmp_path / "merged", trained)
 
 
 def test_weights_beyond_float16_are_refused(folders, tmp_path):
@@ -478,17 +431,6 @@ def put_in_by_transformers(folder, tmp_path):
 def test_every_door(door, folders, tmp_path):
     model = door(folders("LORA", "tied"), tmp_path)
     require_equal(tmp_path / "merged", logits(model))
-
-
-@pytest.mark.parametrize("case", ["IA3", "LN_TUNING", "XLORA"])
-def test_the_remedy_of_a_refusal(case, folders, tmp_path):
-    """An adapter that PEFT put on is saved by PEFT."""
-    model, _ = loaded(folders(case, "untied"))
-    model = adapted(case, model, tmp_path)
-    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "it", save_method="lora"))
-    assert "save it with PEFT's save_pretrained" in said
-    model.save_pretrained(tmp_path / "adapter")
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def peft_folder(case, base, tmp_path):
