@@ -2,20 +2,15 @@
 
 import copy
 import gc
-import hashlib
 import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import Embedding as LoraEmbedding
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -28,8 +23,6 @@ from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised
 from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit, why_not_dequantised
 
-# One layer with its adapters merged. PEFT merges a float32 copy, whose outputs must stay the same.
-
 REMEDY = "save the adapter alone, with PEFT's save_pretrained"
 # How far the largest output may move when sums are taken in another order: far above float32's rounding, and
 # below that of the 16 bits that weights are saved in
@@ -37,16 +30,14 @@ _TOLERANCE = 1e-4
 _QUANTISED_TOLERANCE = 0.1  # layers in few bits round their inputs too
 _N_PROBES = 32  # vectors that two layers are compared on
 _N_IDS = 4096  # rows of an embedding that are compared, beside those that are trained by themselves
+_LARGE = 2**29  # numbers; a larger layer, such as an embedding, is merged on the CPU: 2 GiB for each copy
 
 
 def merged_layer(layer: Any, path: str, parameters: dict[int, nn.Parameter]) -> nn.Module:
     """The base layer with its active adapters merged, in float32; as it is if they are merged already.
 
-    Args:
-        parameters: of the whole model, by id. A layer may refer to those of others, which are not copied.
-
-    Raises:
-        InputError: PEFT cannot merge it, or merges something else than it computes.
+    PEFT merges a copy, whose outputs must stay the same. `parameters` are those of the whole model, by id: a
+    layer may refer to those of others, which are not copied.
     """
     wrappers = [*_tuner_layers(layer)]
     if any(wrapper.merged for wrapper in wrappers):
@@ -77,24 +68,28 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     base = layer.get_base_layer()
     with _CopyWithoutGraph():
         copied = copy.deepcopy(layer, {**shared, id(base): _float32_copy(base)}).float().eval()
+    if sum(parameter.numel() for parameter in copied.parameters()) > _LARGE:
+        copied = copied.cpu()
     wrappers = [*_tuner_layers(copied)]
     for wrapper in wrappers:
         _expect_float_base(wrapper)
     # A stack of experts is no function of one tensor; PEFT's forward adds to it what its merge adds.
-    probes = [] if isinstance(layer, ParamWrapper) else [_probe(layer, base)]
+    probes = [] if isinstance(layer, ParamWrapper) else [_probe(layer, copied.get_base_layer())]
     before = [copied(x) for x in probes]
     for wrapper in reversed(wrappers):  # from the inside
         wrapper.merge()
     merged = copied.get_base_layer()
     if not all(map(is_finite, merged.parameters())):
         return merged, True  # refused by the name of the weight
-    after = [merged(x) for x in probes]
-    agrees = all(map(partial(_agree, tolerance=_TOLERANCE), after, before))
-    if agrees and not all(map(_holds_numbers, base.parameters())):
+    for x, expected in zip(probes, before, strict=True):
+        output = merged(x)
+        if not _agree(output, expected, _TOLERANCE):
+            return merged, False
         # Some tuners read the bytes of a quantised weight as if they were its numbers
-        called = [_called(layer, x) for x in probes]
-        agrees = all(map(partial(_agree, tolerance=_QUANTISED_TOLERANCE), after, called))
-    return merged, agrees
+        is_quantised_layer = any(p.element_size() == 1 for p in base.parameters())
+        if is_quantised_layer and not _agree(output, _called(layer, x), _QUANTISED_TOLERANCE):
+            return merged, False
+    return merged, True
 
 
 class _CopyWithoutGraph(TorchFunctionMode):
@@ -132,7 +127,7 @@ def _float32_copy(layer: nn.Module) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         return copy.deepcopy(layer).float()
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    for name, weight in own_weights(layer):
+    for name, weight in _own_weights(layer):
         plain.register_parameter(name, nn.Parameter(weight.detach().to(torch.float32, copy=True)))
     return plain
 
@@ -158,23 +153,25 @@ def _probe(layer: Any, base: nn.Module) -> Tensor:
         return torch.tensor(sorted(ids), device=weight.device)[None]
     size = base.in_features if isinstance(base, nn.Linear) else weight.shape[-1]
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, _N_PROBES, size, generator=generator, device="cpu").to(weight.device)
+    return torch.randn(1, _N_PROBES, size, generator=generator).to(weight.device)
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
     """The output of a layer as it is, with its quantised weight, without dropout."""
     training = {module: module.training for module in layer.modules()}
-    dtype = getattr(layer.get_base_layer(), "compute_dtype", None) or x.dtype
+    base = layer.get_base_layer()
+    x = x.to(base.weight.device, getattr(base, "compute_dtype", None) or x.dtype)
     try:
         # bitsandbytes packs weights for inference on a CPU, unless the input needs a gradient
-        return layer.eval().forward(x.to(dtype).requires_grad_()).float()
+        return layer.eval().forward(x.requires_grad_()).float()
     finally:
         for module, was in training.items():
             module.training = was
 
 
 def _agree(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+    difference = one - other.to(one.device)
+    return bool(difference.abs().max() <= tolerance * other.abs().max())
 
 
 def kind_of(layer: Any) -> str:
@@ -202,12 +199,7 @@ def _exact_float32(layer: nn.Module) -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def _holds_numbers(weight: Tensor) -> bool:
-    """Whether a weight is stored as its numbers, and not quantised."""
-    return weight.is_floating_point() and weight.element_size() > 1
-
-
-def own_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _own_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, dequantised, and the buffers that a saved model holds."""
     if isinstance(module, nn.Linear):
         yield "weight", _weight(module)
@@ -232,94 +224,6 @@ def _weight(linear: nn.Linear) -> Tensor:
         return dequantize_module_weight(linear)
     finally:
         linear.weight = weight  # of int8 on a CPU, PEFT leaves a weight that cannot be called
-
-
-# Merge a large layer in blocks of rows.
-#
-# A merge in float32 holds up to five times what is saved of a layer. An embedding or a head may be most of a
-# model, so this would be more than the model itself.
-
-LARGE = 8192  # rows; layers with fewer are merged as a whole
-_N_BLOCKS = 64
-
-
-def _base_and_tokens(layer: Any) -> tuple[nn.Module, TrainableTokensLayer | None]:
-    """The layer below a tuner layer, and the trained tokens that it is, or that lie below its LoRA."""
-    base = layer.get_base_layer()
-    if isinstance(base, TrainableTokensWrapper):  # of a tied head
-        return base.token_adapter.get_base_layer(), base.token_adapter
-    return base, layer if isinstance(layer, TrainableTokensLayer) else None
-
-
-def _goes_by_rows(layer: Any) -> bool:
-    """Whether a tuner layer is large, and each row of its merged weight depends on that row alone."""
-    base, tokens = _base_and_tokens(layer)
-    inner = tokens or layer
-    if inner.base_layer is not base or not isinstance(base, nn.Linear | nn.Embedding):
-        return False
-    names = {name for name, _ in base.named_parameters()}
-    if not names <= {"weight", "bias"} or base.state_dict().keys() != names:
-        return False
-    is_known = isinstance(layer, LoraLinear | LoraEmbedding) and not (
-        layer.lora_variant or any(layer.lora_bias.values()) or getattr(layer, "fan_in_fan_out", False)
-    )
-    return (
-        (len(base.weight) > LARGE and _holds_numbers(base.weight) and not base.weight.is_meta)
-        and not any(each.merged or each.disable_adapters for each in (layer, inner))
-        and (tokens is None or len(tokens.active_adapters) == 1)
-        and (layer is tokens or is_known)
-    )
-
-
-def _blocks_of(layer: Any) -> Iterator[tuple[slice, nn.Module]]:
-    """Rows, and a layer of these alone: a tuner layer still to be merged, or one without an adapter."""
-    base, tokens = _base_and_tokens(layer)
-    assert isinstance(base.weight, Tensor)
-    n_rows = len(base.weight)
-    step = -(-n_rows // _N_BLOCKS)
-    for start in range(0, n_rows, step):
-        rows = slice(start, min(start + step, n_rows))
-        block = _rows_of(base, rows)
-        if tokens is not None:
-            _put_tokens(block, tokens, rows)
-        yield rows, block if layer is tokens else _adapted(layer, block, rows)
-
-
-def _rows_of(base: nn.Module, rows: slice) -> nn.Module:
-    """A plain layer whose weights are views of some rows."""
-    weight: Any = base.weight
-    n_rows, n_columns = weight[rows].shape
-    if isinstance(base, nn.Embedding):
-        block: Any = nn.Embedding(n_rows, n_columns, device="meta")
-    else:
-        block = nn.Linear(n_columns, n_rows, getattr(base, "bias", None) is not None, device="meta")
-    for name, weight in base.named_parameters():
-        block.register_parameter(name, nn.Parameter(weight.detach()[rows]))
-    return block
-
-
-def _put_tokens(block: Any, tokens: Any, rows: slice) -> None:
-    """Replace rows of a block by those of trained tokens."""
-    (adapter,) = tokens.active_adapters
-    places = torch.tensor(tokens.token_indices[adapter])
-    is_here = (places >= rows.start) & (places < rows.stop)
-    weight = block.weight.detach().clone()
-    trained = tokens.trainable_tokens_delta[adapter].detach()[is_here.to(weight.device)].to(weight)
-    weight[(places[is_here] - rows.start).to(weight.device)] = trained
-    block.weight = nn.Parameter(weight)
-
-
-def _adapted(layer: Any, base: nn.Module, rows: slice) -> nn.Module:
-    """The tuner layer over some rows of its base layer."""
-    kind = LoraEmbedding if isinstance(layer, LoraEmbedding) else LoraLinear
-    block: Any = kind.__new__(kind)
-    block.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "base_layer": base}}
-    if kind is LoraEmbedding:
-        factors = {name: nn.Parameter(a.detach()[:, rows]) for name, a in layer.lora_embedding_A.items()}
-        block._modules["lora_embedding_A"] = nn.ParameterDict(factors)
-    else:
-        block._modules["lora_B"] = nn.ModuleDict({n: _rows_of(b, rows) for n, b in layer.lora_B.items()})
-    return block
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -369,14 +273,9 @@ def are_equal_merged(model: nn.Module, one: str, other: str, dtype: torch.dtype)
     modules = [base.get_submodule(path) for path in paths]
     if not any(type(module).__module__.startswith("peft.") for module in modules):
         return getattr(modules[0], "weight", None) is getattr(modules[1], "weight", None)
-    digests = []
-    for module, path in zip(modules, paths, strict=True):  # no two weights are held at once
-        digest = hashlib.blake2b()
-        for _, weight in _Merging(model, dtype).visit(module, path):
-            digest.update(weight.flatten().view(torch.uint8).numpy().data)
-            del weight
-        digests.append(digest.digest())
-    return digests[0] == digests[1]
+    merging = _Merging(model, dtype)
+    ours, theirs = (list(merging.visit(*each)) for each in zip(modules, paths, strict=True))
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True))
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
@@ -403,8 +302,6 @@ class _Merging:
                 raise InputError(f"the adapter of {path} is disabled; enable it before it is merged")
         if isinstance(module, ModulesToSaveWrapper | TrainableTokensWrapper):
             yield from self.visit(_module_in_use(module), path)
-        elif isinstance(module, BaseTunerLayer) and _goes_by_rows(module):
-            yield from self._by_rows(module, path)
         elif isinstance(module, BaseTunerLayer):
             merged = merged_layer(module, path, self._parameters)
             for child_path, child in merged.named_modules():
@@ -431,28 +328,11 @@ class _Merging:
     def _own(self, module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
         """The weights that are the module's own, not those of its children."""
         self._visited.add(id(module))
-        for name, weight in own_weights(module):
+        for name, weight in _own_weights(module):
             yield self._stored(f"{path}.{name}" if path else name, weight)
             del weight
 
-    def _by_rows(self, layer: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-        """As `_own` of the merged layer, of which only some rows are held in float32 at once."""
-        weights = {
-            name: torch.empty(weight.shape, dtype=self._dtype, device="cpu")
-            for name, weight in own_weights(_base_and_tokens(layer)[0])
-        }
-        for rows, block in _blocks_of(layer):
-            is_adapted = isinstance(block, BaseTunerLayer)
-            merged = merged_layer(block, path, self._parameters) if is_adapted else block
-            for name, weight in merged.named_parameters():
-                weights[name][rows] = weight.detach()
-            del merged, weight, block
-        for name in [*weights]:
-            yield self._stored(f"{path}.{name}", weights.pop(name))
-
     def _stored(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        if weight.is_meta:
-            raise InputError(f"weight {name} is offloaded; load the model on one device to merge it")
         dtype = self._dtype if weight.is_floating_point() else weight.dtype
         stored = weight.detach().to("cpu", dtype).contiguous()
         if not is_finite(stored):

@@ -4,9 +4,9 @@ import copy
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard, split_torch_state_dict_into_shards
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
@@ -38,25 +39,8 @@ from unsloth_pack.checkpoints.names import (
 )
 from unsloth_pack.errors import InputError
 
-# Write weights into safetensors files one at a time, so that memory holds one of them. safetensors writes a
-# file from all of its tensors at once. Here names, shapes and types are known beforehand, and with them the
-# place of every weight: the headers are written first, then each weight as it comes.
-
-_NAMES = "model{suffix}.safetensors"
 _INDEX = "model.safetensors.index.json"
-SHARD = "5GB"  # the largest file
-_DTYPES = {  # as a header names them
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+SHARD = "2GB"  # the largest file
 
 
 def write_weights(
@@ -67,81 +51,32 @@ def write_weights(
 ) -> None:
     """Write weights, which come in any order, into one safetensors file, or into several and an index.
 
+    A file is written once all of its weights have come, so that few of them are held at a time.
+
     Args:
         expected: meta tensors of the same names, shapes and types.
         about: goes into the header of the one file, else into the index.
     """
     plan = split_torch_state_dict_into_shards(
-        {name: weight.contiguous() for name, weight in expected.items()},
-        filename_pattern=_NAMES,
-        max_shard_size=SHARD,
+        dict(expected), filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
     )
     header = {"format": "pt", **({} if plan.is_sharded else about)}
-    places: dict[str, tuple[Path, int]] = {}
-    for file, names in plan.filename_to_tensors.items():
-        starts = _write_header(folder / file, {name: expected[name] for name in names}, header)
-        places |= {name: (folder / file, start) for name, start in starts.items()}
+    waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
     for name, weight in weights:
-        path, start = places.pop(name)
-        with path.open("r+b") as written:
-            written.seek(start)
-            written.write(weight.contiguous().flatten().view(torch.uint8).numpy().data)
-    if places:
-        raise KeyError(f"weights that were expected and did not come: {', '.join(sorted(places))}")
+        file = plan.tensor_to_filename[name]
+        waiting[file][name] = weight.contiguous()
+        del weight
+        if len(waiting[file]) == len(plan.filename_to_tensors[file]):
+            save_file(waiting.pop(file), folder / file, header)
     if plan.is_sharded:
         index = {"metadata": {**plan.metadata, **about}, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _write_header(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, str]) -> dict[str, int]:
-    """Write the beginning of a file; returns the byte at which each weight starts.
-
-    The format: the length of the header in 8 bytes, the header as JSON, then all weights. Wide numbers come
-    first, so that each starts at a multiple of its size.
-    """
-    in_order = sorted(weights.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
-    header: dict[str, object] = {"__metadata__": dict(about)}
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, weight in in_order:
-        places[name] = end, (end := end + weight.numel() * weight.element_size())
-        dtype, shape = _DTYPES[weight.dtype], list(weight.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": places[name]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return {name: 8 + len(text) + start for name, (start, _) in places.items()}
-
-
-def converted_apart(
-    expected: Mapping[str, Tensor], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-) -> dict[str, str]:
-    """Which weights have to be converted together: the name of a group for each.
-
-    Args:
-        expected: meta tensors by name.
-        convert: gives weights other names, takes some apart or joins some.
-    """
-    wanted = _shapes(convert(dict(expected)))
-    for group_of in (lambda name: name, _layer_of):
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, weight in expected.items():
-            groups.setdefault(group_of(name), {})[name] = weight
-        if _shapes(dict(pair for group in groups.values() for pair in convert(group).items())) == wanted:
-            return {name: group_of(name) for name in expected}
-    return dict.fromkeys(expected, "")
 
 
 def _layer_of(name: str) -> str:
     """The path to the numbered layer that a weight lies in, or its own name."""
     layer = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
     return layer[0] if layer else name
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 SaveMethod = Literal["merged_16bit", "lora"]
@@ -287,30 +222,29 @@ def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
         )
     left_out = tied.keys() if config.tie_word_embeddings else set()
     expected = {name: w for name, w in expected_weights(base, dtype).items() if name not in left_out}
+    merged = (pair for pair in merged_weights(model, dtype) if pair[0] in expected)
     convert = partial(revert_weight_conversion, base)  # to the names that the hub's files have
-    converted = _converted(merged_weights(model, dtype), converted_apart(expected, convert), convert)
-    write_weights(folder, converted, convert(expected), SAVED_BY)
+    converted = convert(expected)
+    by_layer = _convert_by(_layer_of, expected.items(), convert)
+    group_of = _layer_of if _shapes(by_layer) == _shapes(converted.items()) else lambda name: ""
+    write_weights(folder, _convert_by(group_of, merged, convert), converted, SAVED_BY)
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
-def _converted(
+def _convert_by(
+    group_of: Callable[[str], str],
     weights: Iterable[tuple[str, Tensor]],
-    group_of: Mapping[str, str],
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights that have a group, converted as soon as their group is complete."""
-    missing = Counter(group_of.values())
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, weight in weights:
-        if (group := group_of.get(name)) is None:
-            continue
-        waiting.setdefault(group, {})[name] = weight
-        del weight
-        missing[group] -= 1
-        if not missing[group]:
-            yield from convert(waiting.pop(group)).items()
+    """Convert neighbours of one group together: what is taken apart or joined lies in one layer."""
+    for _, group in groupby(weights, key=lambda pair: group_of(pair[0])):
+        yield from convert(dict(group)).items()
+
+
+def _shapes(weights: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights}
 
 
 def remember_use_cache(base: nn.Module) -> None:
