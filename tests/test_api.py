@@ -439,12 +439,8 @@ def test_one_adapter_at_a_time(folder):
 @pytest.mark.parametrize(
     ("stored", "asked", "says"),
     [
-        (
-            {"quant_method": "mxfp4"},
-            "4bit",
-            "stored in mxfp4 already; leave that out, and its weights are dequantised",
-        ),
-        ({"load_in_4bit": True}, "fp8", "stored in 4bit already"),
+        ({"quant_method": "mxfp4"}, "4bit", "stored in mxfp4 already; leave that out"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp8", "stored in bitsandbytes already"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4bit", None),
     ],
 )

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ _NOT_TAKEN = {  # options of transformers that callers may not give, and what to
     "torch_dtype": "give dtype",
     "attn_implementation": "give attn_backend",
     "quantization_config": "give load_in_4bit, load_in_8bit or load_in_fp8",
-    "use_gradient_checkpointing": "give it to get_peft_model, or without an adapter call "
-    "model.gradient_checkpointing_enable()",
+    "use_gradient_checkpointing": "give it to get_peft_model",
     "rope_scaling": "give rope_parameters whole, with rope_type and rope_theta",
     "config": "give the attributes that differ",
     "output_loading_info": "leave it out",
@@ -53,15 +53,8 @@ _NOT_TAKEN = {  # options of transformers that callers may not give, and what to
 }
 # What transformers and PEFT raise over files that are broken, or that describe a model that cannot be
 _UNREADABLE = (
-    OSError,
-    ValueError,
-    ImportError,
-    StrictDataclassError,
-    pickle.UnpicklingError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
+    *(OSError, ValueError, ImportError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(StrictDataclassError, pickle.UnpicklingError),
 )
 
 
@@ -91,37 +84,23 @@ def _base_of(adapter: str) -> str:
     if kind != PeftType.LORA:
         raise InputError(f"the adapter {adapter} is of type {kind.value}; only LORA can be loaded")
     if is_adapter(base):
-        raise InputError(
-            f"the adapter {adapter} has another adapter, {base}, as its base; merge that one first, and name "
-            "the result in base_model_name_or_path"
-        )
-    try:
-        return find_model(base)[0]
-    except InputError as error:
-        raise InputError(
-            f"the base model of the adapter {adapter}: {error}, or correct base_model_name_or_path in {path}"
-        ) from None
+        raise InputError(f"the adapter {adapter} has another adapter, {base}, as its base; merge that first")
+    return find_model(base)[0]
 
 
 def take_file_options(options: dict[str, object]) -> dict[str, Any]:
-    """Take out the options that say where files lie: configuration, tokenizer and weights all need them.
+    """Take out the options that say where files lie; InputError for one that from_pretrained does not take.
 
-    Raises:
-        InputError: an option that from_pretrained does not take. Says what to give instead.
+    Configuration, tokenizer and weights all need them.
     """
     for name in options.keys() & _NOT_TAKEN.keys():
-        raise InputError(
-            f"{name} is {options[name]!r}, which from_pretrained does not take; {_NOT_TAKEN[name]}"
-        )
+        said = f"{name} is {options[name]!r}, which from_pretrained does not take"
+        raise InputError(f"{said}; {_NOT_TAKEN[name]}")
     return {name: options.pop(name) for name in _FILE_OPTIONS if name in options}
 
 
 def load_config(source: str, **options: object) -> PretrainedConfig:
-    """The configuration of a model.
-
-    Raises:
-        InputError: it cannot be found or read.
-    """
+    """The configuration of a model; InputError where it cannot be found or read."""
     return split_config(source, **options)[0]
 
 
@@ -131,23 +110,15 @@ def split_config(source: str, **options: object) -> tuple[PretrainedConfig, dict
     try:
         config.validate()  # as saving does: an option may contradict the file
     except StrictDataclassError as error:
-        raise InputError(
-            f"cannot load {source}: {_reason(error.__cause__ or error)}; make them agree"
-        ) from None
+        why = _reason(error.__cause__ or error)
+        raise InputError(f"cannot load {source}: {why}; make them agree") from None
     if config.output_attentions:
         raise InputError(f"cannot load {source}: output_attentions is True, which cannot train; leave it out")
     return config, others
 
 
 def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:
-    """The type to load the weights in.
-
-    Args:
-        dtype: None for the default that `FastLanguageModel.from_pretrained` states.
-
-    Raises:
-        InputError: a type that weights cannot have.
-    """
+    """The type to load weights in; None means the default that `FastLanguageModel.from_pretrained` states."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype is not None:
@@ -172,11 +143,7 @@ def tokenizer_folder(model_name: str) -> str:
 
 
 def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of a hub name.
-
-    Raises:
-        InputError: it cannot be found or read, or saving it would write outside its folder.
-    """
+    """The tokenizer in a folder, or of a hub name; InputError if saving it would write outside its folder."""
     tokenizer = load_with(AutoTokenizer, source, **options)
     if isinstance(tokenizer.chat_template, dict):  # each is saved in a file of its name
         for name in tokenizer.chat_template:
@@ -205,15 +172,11 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
         **options,
     )
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
-        raise InputError(
-            f"cannot load {source}: weight {name} is {list(in_file)}, and config.json makes it "
-            f"{list(in_model)}; correct one of them, or download the model again"
-        )
+        shapes = f"is {list(in_file)}, and config.json makes it {list(in_model)}"
+        raise InputError(f"cannot load {source}: weight {name} {shapes}; download the model again")
     if missing := sorted(found["missing_keys"]):
-        raise InputError(
-            f"cannot load {source}: its files lack {len(missing)} weights, {', '.join(missing[:3])}"
-            f"{', ...' * (len(missing) > 3)}; correct config.json, or download the model again"
-        )
+        lack = f"its files lack {len(missing)} weights, {missing[0]} among them"
+        raise InputError(f"cannot load {source}: {lack}; correct config.json, or download the model again")
     refuse_not_finite(model, f"cannot load {source}")
     if type(model.generation_config) is GenerationConfig:
         model.generation_config.__class__ = _AlwaysSaved
@@ -254,16 +217,10 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise InputError(f"{complaint}: {_reason(error)}; {remedy}") from error
-    faults = {
-        "lacks {} weights": found.missing_keys,
-        # With added tokens PEFT saves an embedding or head in `modules_to_save` twice, once under this name:
-        "holds {} weights without a place": [
-            k for k in found.unexpected_keys if ".modules_to_save." not in k
-        ],
-    }
-    for fault, keys in faults.items():
-        if keys:
-            raise InputError(f"{complaint}: it {fault.format(len(keys))}, the first is {min(keys)}; {remedy}")
+    # With added tokens PEFT saves an embedding or head in `modules_to_save` twice, once under this name:
+    without_place = [name for name in found.unexpected_keys if ".modules_to_save." not in name]
+    if names := [*found.missing_keys, *without_place]:
+        raise InputError(f"{complaint}: it lacks weights, or has others, such as {names[0]}; {remedy}")
     refuse_not_finite(adapted, complaint)
     return adapted
 
@@ -273,12 +230,9 @@ def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
     path = os.path.join(adapter, "adapter_model.safetensors")
     if not os.path.isfile(path):
         return
-    try:
-        with safe_open(path, "pt") as file:
-            names = [*filter(_EMBEDDING.search, file.keys())]
-            sizes = {file.get_slice(name).get_shape()[0] for name in names}
-    except (SafetensorError, OSError):  # `load_adapter` refuses the file
-        return
+    check_files(adapter, "adapter", True)
+    with safe_open(path, "pt") as file:
+        sizes = {file.get_slice(name).get_shape()[0] for name in filter(_EMBEDDING.search, file.keys())}
     embedding: Any = model.get_input_embeddings()
     needed = max(trained_tokens(PeftConfig.from_pretrained(adapter)), default=-1) + 1
     if not sizes and needed > embedding.num_embeddings:
@@ -294,11 +248,7 @@ def trained_tokens(config: PeftConfig) -> list[int]:
 
 
 def load_with(auto_class: Any, source: str, **options: Any) -> Any:
-    """What a class of transformers loads from a folder or the hub.
-
-    Raises:
-        InputError: it cannot be found or read, or an option is unknown.
-    """
+    """What a class of transformers loads from a folder or the hub; InputError where that fails."""
     try:
         with _without_reports():  # without an answer about code, transformers asks at the terminal
             return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
@@ -313,21 +263,14 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
         said, remedy = _reason(error), "correct its files, or download it again"
         if "trust_remote_code=True" in str(error):
             said = "it comes with code of its own, which is not run"
-            remedy = "its architecture is none of transformers', so choose another model"
-            if "Tokenizer" in auto_class.__name__ or "Processor" in auto_class.__name__:
-                remedy = (
-                    "if you trust that, load it in Python with FastLanguageModel.from_pretrained(..., "
-                    "trust_remote_code=True)"
-                )
+            remedy = "choose another, or if you trust that, pass trust_remote_code=True in Python"
         elif not os.path.isdir(source):
             remedy = GGUF if "gguf" in source.lower() else "check the name and the network, or give a folder"
         raise InputError(f"cannot load {source}: {said}; {remedy}") from error
 
 
 def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split()).rstrip(".")
-    if len(said) > 300:
-        said = f"{said[:300].rpartition(' ')[0] or said[:300]} ..."
+    said = shorten(str(error).strip().rstrip("."), 300, placeholder=" ...")
     tells_enough = isinstance(error, OSError | ValueError | RuntimeError) and said
     return said if tells_enough else f"{type(error).__name__} {said}".strip()
 
@@ -348,11 +291,7 @@ def _without_reports() -> Iterator[None]:
 def check_loading(
     max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool = False
 ) -> None:
-    """Refuse a row length below 1, and forms of weights that contradict each other or cannot run here.
-
-    Raises:
-        InputError: names the argument, its value and the remedy.
-    """
+    """Refuse a row length below 1, and forms of weights that contradict each other or cannot run here."""
     require_whole("max_seq_length", max_seq_length, 1)
     flags = {"load_in_4bit": in_4bit, "load_in_8bit": in_8bit, "load_in_fp8": in_fp8}
     forms = [name for name, is_set in flags.items() if is_set]
@@ -361,11 +300,7 @@ def check_loading(
     if full and forms:
         raise InputError(f"full_finetuning=True cannot train quantised weights; drop {forms[0]}")
     if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
-        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-        raise InputError(
-            f"load_in_fp8=True needs a GPU of compute capability 8.9 or more, this is {where}; use bfloat16, "
-            "load_in_8bit or load_in_4bit"
-        )
+        raise InputError("load_in_fp8=True needs a GPU of compute capability 8.9 or more; use bfloat16")
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError(
             f"{forms[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'"
@@ -384,13 +319,11 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Pretraine
 def check_loftq(loftq_config: Mapping[str, object]) -> None:
     """Refuse arguments that are not LoftQ's, and LoftQ where PEFT cannot compute it."""
     known = [each.name for each in fields(LoftQConfig)]
-    if unknown := [name for name in loftq_config if name not in known]:
-        raise InputError(
-            f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}"
-        )
+    shown = f"loftq_config is {json.dumps(dict(loftq_config))}"
+    if not loftq_config.keys() <= {*known}:
+        raise InputError(f"{shown}; LoftQ takes {', '.join(known)}")
     if not torch.cuda.is_available():
-        shown = json.dumps(dict(loftq_config))
-        raise InputError(f"loftq_config is {shown}, but PEFT computes LoftQ on CUDA only; leave it out")
+        raise InputError(f"{shown}, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
 def check_files(folder: str, what: str, use_safetensors: bool) -> None:
@@ -418,10 +351,8 @@ def refuse_not_finite(model: nn.Module, complaint: str) -> None:
     """Refuse weights that hold an infinity or a NaN; `complaint` begins the error."""
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and weight.element_size() > 1 and not is_finite(weight):
-            raise InputError(
-                f"{complaint}: weight {name} is not finite as {weight.dtype}; choose another dtype, or "
-                "download the weights again"
-            )
+            said = f"weight {name} is not finite as {weight.dtype}"
+            raise InputError(f"{complaint}: {said}; choose another dtype, or download the weights again")
 
 
 def is_finite(weight: torch.Tensor) -> bool:
@@ -434,26 +365,14 @@ def is_finite(weight: torch.Tensor) -> bool:
 def refuse_stored_quantised(
     source: str, config: PretrainedConfig, in_4bit: bool, in_8bit: bool, in_fp8: bool
 ) -> None:
-    """Refuse to quantise weights that are stored in another quantised form.
-
-    Raises:
-        InputError: names the form and what to do.
-    """
+    """Refuse to quantise weights that are stored in another quantised form."""
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, dict) else stored.to_dict()
-    flags = {"4bit": in_4bit, "8bit": in_8bit, "fp8": in_fp8}
-    wanted = [name for name, is_set in flags.items() if is_set]
-    by_bitsandbytes = [name for name in ("4bit", "8bit") if stored.get(f"load_in_{name}")]
-    method = stored.get("quant_method") or "".join(by_bitsandbytes)
-    if not wanted or not method or wanted == by_bitsandbytes:
-        return
-    remedy = "leave that out, or load weights in 16 bits"
-    if method == "mxfp4":
-        remedy = (
-            "leave that out, and its weights are dequantised to 16 bits; to train them in fewer, load what "
-            "save_pretrained_merged makes of them"
-        )
-    raise InputError(f"load_in_{wanted[0]}=True, but {source} is stored in {method} already; {remedy}")
+    for name, is_set in {"4bit": in_4bit, "8bit": in_8bit, "fp8": in_fp8}.items():
+        if is_set and stored and not stored.get(f"load_in_{name}"):
+            method = stored.get("quant_method", "few bits")
+            said = f"load_in_{name}=True, but {source} is stored in {method} already"
+            raise InputError(f"{said}; leave that out, or load weights in 16 bits")
 
 
 def quantization(
@@ -461,8 +380,7 @@ def quantization(
 ) -> BitsAndBytesConfig | None:
     """How bitsandbytes quantises the weights: NF4 that computes in `dtype`, int8, or not at all.
 
-    Args:
-        skipped: paths of modules that are not quantised; None for the head alone.
+    It leaves the modules at the paths of `skipped` alone; None for the head.
     """
     if in_4bit:
         return BitsAndBytesConfig(
