@@ -96,9 +96,7 @@ def test_packs_for_an_adapter_train_on_from_it(place, first, tmp_path, capsys):
 def test_a_family_without_limits_is_limited_as_the_error_says(place, capsys, tmp_path):
     model = save_tile_model(tmp_path / "model", "smolvlm")
     begins = flags(place, tmp_path / "out", "--model_name", model, "--max_pixels", FIRST)
-    remedy = (
-        "set size={'longest_edge': pixels} in preprocessor_config.json or processor_config.json of a copy"
-    )
+    remedy = "limit them in preprocessor_config.json or processor_config.json of a copy"
     assert f"{remedy} of {model}" in refused(capsys, begins)
     before = vision_tokens(place, capsys, model)
     path = model / "processor_config.json"

@@ -148,7 +148,7 @@ CASES = [
     # lengths
     of(PNG, "too long .*max_seq_length is 9", "a document above the limit", max_seq_length=9),
     of(PNG, "cut before the end of an image", "a cut in an image", max_seq_length=10, overlong="truncate"),
-    of(PNG, "with the smallest images", "a long text", max_seq_length=25, overlong="shrink"),
+    of(PNG, "a document that is too long", "a long text", max_seq_length=25, overlong="shrink"),
     # models
     Case("images: a text model", "takes no images", lambda: FastVisionModel.from_pretrained("model")),
     Case(

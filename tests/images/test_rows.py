@@ -185,7 +185,7 @@ def test_a_template_that_writes_no_images_is_refused():
 TEXT, IMAGE = {"type": "text", "text": "Name it"}, {"type": "image", "image": BYTES[0]}
 URL = {"type": "image_url", "image_url": {"url": uri(BYTES[0])}}
 UNSEEN = "which the model would never see"
-NOT_TRAINED = "videos and sound are not trained on.*remove the row"
+NOT_TRAINED = "videos and sound.*remove the row"
 REFUSED = [
     *(
         (turns([TEXT | {key: "0.png"}]), f"'text' with '{key}', {UNSEEN}")

@@ -102,18 +102,17 @@ def test_tokens_from_the_header_are_those_of_transformers(name):
         if IMAGE_TOKENS[name].in_template:  # the marks are in the text before ids are made of it
             wanted = wanted[wanted == ids.placeholder]
         assert [*ids.encode(cut)] * of_document == wanted.tolist()
-        assert ids.count_tokens(cut) * of_document == len(wanted)
         # elsewhere their forecast is another than what they make
         has_forecast = name != "smolvlm" and edge == 48 and min(height, width) > 4
         if has_forecast and not (several and name == "llava_onevision"):
             forecast = oracle._get_num_multimodal_tokens([(height, width)])["num_image_tokens"]
-            assert forecast == [ids.count_tokens(cut)]
+            assert forecast == [len(ids.encode(cut))]
         assert make(source, None, of_document).cut == cut
         if name == "mistral3" and max(height, width) > 8 * min(height, width):
             return  # too thin to be made much smaller
         small = make.cut(source, (height, width), most, of_document)
         made = make(source, most, of_document)
         assert made.cut == small
-        assert ids.count_tokens(small) <= ids.count_tokens(cut)
+        assert len(ids.encode(small)) <= len(ids.encode(cut))
 
     check()

@@ -30,11 +30,13 @@ def offer(columns: ColumnMapping) -> str:
     return f"--columns {shlex.quote(text)}"
 
 
-def fail(index: int, column: str, problem: str, value: object, remedy: str) -> NoReturn:
+def fail(
+    index: int, column: str, problem: str, value: object, remedy: str, kind: type[InputError] = InputError
+) -> NoReturn:
     """Raise the InputError for row `index`, with the value shortened."""
     shown = reprlib.repr(value)
     shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    raise InputError(f"row {index}, column {column!r}: {problem}, got {shown}; {remedy}")
+    raise kind(f"row {index}, column {column!r}: {problem}, got {shown}; {remedy}")
 
 
 # Keys of a turn that choose what is learned, or hold more than text. They fit the run, or are refused.

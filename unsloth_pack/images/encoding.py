@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -24,43 +25,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-class WritingEncoder(Encoder):
-    """Insert images into the rendered text before it is tokenised, since their tokens may merge with it.
+Overlong = Literal["error", "truncate", "drop", "shrink"]
+_NO_LIMIT = 2**31 - 1
 
-    Args:
-        write: returns the text with images. A change depends only on the text before it.
-        args, others: as for `Encoder`.
-    """
-
-    def __init__(self, *args: Any, write: Callable[[str], str], **others: Any):
-        super().__init__(*args, **others)
-        self._write = write
-
-    def _rendered(self, conversations: list[Any], marked: bool, options: dict[str, Any]) -> Mapping[str, Any]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        tokenizer: Any = self.tokenizer
-        template = tokenizer.get_chat_template(self.chat_template, tools=options.get("tools"))
-        variables: dict[str, Any] = {**tokenizer.special_tokens_map, **options}
-        rendered: Any = render_jinja_template(
-            conversations, chat_template=template, return_assistant_tokens_mask=marked, **variables
-        )
-        texts, spans = rendered
-        encoding = tokenizer([*map(self._write, texts)], add_special_tokens=False, verbose=False)
-        ids = encoding["input_ids"]
-        if not marked:
-            return {"input_ids": ids}
-        masks = [[0] * len(each) for each in ids]
-        for number, (text, answers) in enumerate(zip(texts, spans, strict=True)):
-            for begin, end in answers:  # as transformers marks them
-                first = encoding.char_to_token(number, len(self._write(text[:begin])))
-                last = encoding.char_to_token(number, len(self._write(text[:end])) - 1)
-                if first is not None and last is not None:
-                    masks[number][first : last + 1] = [1] * (last + 1 - first)
-        return {"input_ids": ids, "assistant_masks": masks}
-
-
-_ASKED, _ANSWERED = "a question 7", "an answer 7"
+# Maps ids and labels `[n]` to labels `[n]`; labels of -100 stay -100
+Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def renders_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -70,68 +39,40 @@ def renders_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     from jinja2 import TemplateError
 
-    def renders(turns: list[dict[str, Any]]) -> bool:
+    def renders(contents: Sequence[Any]) -> bool:
+        turns = [{"role": role, "content": each} for role, each in zip(roles, contents, strict=True)]
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False)
         except (TemplateError, *TEMPLATE_REFUSALS):
             return False
-        return _ASKED in text and _ANSWERED in text
+        return all(each in text for each in texts)
 
-    texts = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
-    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
-    return renders(texts) or not renders(parts)
-
-
-Overlong = Literal["error", "truncate", "drop", "shrink"]
-_NO_LIMIT = 2**31 - 1
-
-# Maps ids and labels `[n]` to labels `[n]`; labels of -100 stay -100
-Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-class OverlongDocument(InputError):
-    """A document that cannot be cut to `max_length`: the cut would split an image."""
+    roles, texts = ("user", "assistant"), ("a question 7", "an answer 7")
+    return renders(texts) or not renders([[{"type": "text", "text": text}] for text in texts])
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedImage:
-    """An image of a document.
-
-    Args:
-        tokens: in the place of its placeholder.
-        height, width: in pixels, with EXIF orientation applied.
-        most_pixels: the limit that it is shrunk to; None for the processor's.
-        cut: the tower's share of the tokens.
-        of_document: number of images in its document.
-    """
+    """An image of a document."""
 
     source: ImageSource
-    tokens: int
-    height: int
+    tokens: int  # in the place of its placeholder
+    height: int  # in pixels, with EXIF orientation applied
     width: int
-    most_pixels: int | None = None
-    cut: Cut = field(default_factory=Cut)
-    of_document: int = 1
+    most_pixels: int | None  # to which it is shrunk; None for the processor's limit
+    cut: Cut  # the tower's share of the tokens
+    of_document: int  # number of images in its document
 
 
 @dataclass(frozen=True, eq=False)
 class VisionDocument:
-    """One conversation.
+    """One conversation. `ids` is empty for a refused document."""
 
-    Args:
-        index: of its row.
-        ids, labels: `[n]` int32, with a placeholder for each token of an image, and marks among them.
-        images: in their order; none is decoded yet.
-        read: tokens before the cut; `ids` is empty for a refused document.
-        saved: tokens that shrinking its images has saved.
-    """
-
-    index: int
-    ids: np.ndarray
-    labels: np.ndarray
-    images: list[PlacedImage]
-    read: int
-    saved: int = 0
+    ids: np.ndarray  # `[n]` int32, with a placeholder for each token of an image, and marks among them
+    labels: np.ndarray  # `[n]` int32
+    images: list[PlacedImage]  # in their order; none is decoded yet
+    read: int  # tokens before the cut
+    saved: int = 0  # tokens that shrinking its images has saved
 
     @property
     def is_learnable(self) -> bool:
@@ -223,7 +164,7 @@ class VisionEncoder:
     def __call__(self, rows: Sequence[object]) -> list[VisionDocument]:
         """Encode some rows; skipped ones are counted."""
         documents = []
-        for document in self.each(rows):
+        for document in self.each(rows, range(len(rows))):
             if document is not None and document.is_learnable:
                 self._count(document)
                 documents.append(document)
@@ -231,15 +172,9 @@ class VisionEncoder:
                 self.counts.unlearnable += 1
         return documents
 
-    def each(
-        self, rows: Iterable[object], numbers: Iterable[int] | None = None
-    ) -> Iterator[VisionDocument | None]:
-        """Encode every row, even without a token in the loss; None for a skipped row.
-
-        Args:
-            numbers: of the rows, for errors; None to count from 0.
-        """
-        return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
+    def each(self, rows: Iterable[object], numbers: Iterable[int]) -> Iterator[VisionDocument | None]:
+        """Encode every row, even without a token in the loss; None for a skipped row."""
+        return map(self._document, numbers, rows)
 
     def files(self, index: int, row: object) -> list[tuple[str, int, int]]:
         """List path, size and time of the row's image files."""
@@ -256,23 +191,13 @@ class VisionEncoder:
     def _document(self, index: int, row: object) -> VisionDocument | None:
         try:
             parsed = self._row(index, row)
-            images = [self._place(source, len(parsed.images)) for source in parsed.images]
+            images = [self._place(source, read_size(source), len(parsed.images)) for source in parsed.images]
         except UnreadableImage:
             if not self._skip_broken:
                 raise
             self.counts.broken += 1
             return None
-        ids, labels = self._encode(parsed)
-        try:
-            document = self._fit(parsed, ids, labels, images)
-        except OverlongDocument:
-            if not self._skip_overlong:
-                raise
-            length = len(ids) - len(images) + _count_tokens(images)
-            return VisionDocument(index, ids[:0], labels[:0], [], length)
-        if document is None:
-            self.counts.dropped += 1
-        return document
+        return self._fit(parsed, *self._encode(parsed), images)
 
     def forget(self, document: VisionDocument) -> None:
         """Count a document as skipped: one of its images turned out to be broken after its header."""
@@ -286,25 +211,29 @@ class VisionEncoder:
         self.counts.vision_tokens += times * _count_tokens(document.images)
 
     def _place(
-        self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
+        self, source: ImageSource, size: tuple[int, int], of_document: int, most: int | None = None
     ) -> PlacedImage:
-        height, width = size or read_size(source)
-        cut = self._make_images.cut(source, (height, width), most, of_document)
-        tokens = self.token_ids.count_tokens(cut)
-        return PlacedImage(source, tokens, height, width, most, cut, of_document)
+        cut = self._make_images.cut(source, size, most, of_document)
+        return PlacedImage(source, len(self.token_ids.encode(cut)), *size, most, cut, of_document)
 
     def _encode(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels, with one placeholder for each image."""
-        turns, n_prompt = with_parts(row.turns, everywhere=not self._renders_strings), len(row.prompt)
-        columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
-        columns = columns if n_prompt else {"messages": turns}
+        turns = with_parts(row.turns, everywhere=not self._renders_strings)
+        columns = {"prompt": turns[: row.n_prompt], "completion": turns[row.n_prompt :]}
+        columns = columns if row.n_prompt else {"messages": turns}
         names = tuple(columns)
         if names not in self._encoders:
-            options: dict[str, Any] = {"max_length": _NO_LIMIT, "responses_only": self._responses_only}
-            kind: type[Encoder] = Encoder
-            if self._tokens.in_template:
-                kind, options["write"] = WritingEncoder, self._tokens.with_placeholders
-            self._encoders[names] = kind(self._tokenizer, names, True, chat_template=None, **options)
+            template = None
+            if self._tokens.in_template:  # the text around an image may merge with its marks
+                template = self._tokens.with_placeholders(self._tokenizer.get_chat_template())
+            self._encoders[names] = Encoder(
+                self._tokenizer,
+                names,
+                True,
+                max_length=_NO_LIMIT,
+                responses_only=self._responses_only,
+                chat_template=template,
+            )
         batch = {name: [value] for name, value in (columns | row.beside).items()}
         encoded = self._encoders[names](batch, range(row.index, row.index + 1))
         self._check(row, encoded.ids)
@@ -317,8 +246,6 @@ class VisionEncoder:
         placeholders, around, reserved = self.token_ids.counts(ids)
         if {placeholders, *around} != {n_images} or reserved:
             problem = f"{n_images} images, and the chat template writes {placeholders} placeholders"
-            if placeholders == n_images:
-                problem = f"{n_images} images, and other numbers of starts, ends or tokens of videos"
             remedy = "use the model's own chat template, and no tokens of images in texts or tools"
             fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
 
@@ -331,64 +258,54 @@ class VisionEncoder:
         limit, saved = self._max_length or length, 0
         if length > limit:
             if self._overlong == "drop":
+                self.counts.dropped += 1
                 return None
-            if self._overlong == "error":
-                self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
             if self._overlong == "shrink":
-                images = self._shrink(row, images, limit - text, length)
+                images = self._shrink(images, limit - text)
                 saved = length - text - _count_tokens(images)
                 self.counts.shrunk += 1
+            if self._overlong != "truncate" and length - saved > limit and not self._skip_overlong:
+                return self._refuse(row, length, "a document that is too long")
         image_ids = [self.token_ids.encode(image.cut) for image in images]
         ids, places, is_vision = self.token_ids.expand(ids, image_ids)
         labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
         read = len(ids)
         if read > limit:
             if is_vision[limit:].any():
-                remedy = "raise max_seq_length"
-                remedy += ", or shrink its images (overlong='shrink')" if self._make_images.shrinks else ""
-                self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
+                return self._refuse(row, length, "a document that would be cut before the end of an image")
             ids, labels = ids[:limit], labels[:limit]
             self.counts.truncated += 1
-        return VisionDocument(row.index, ids, labels, images, read, saved)
+        return VisionDocument(ids, labels, images, read, saved)
 
-    def _shrink(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
+    def _shrink(self, images: list[PlacedImage], room: int) -> list[PlacedImage]:
         """Shrink the images to the largest limit of tokens that fits all of them into `room`."""
         make = self._make_images
-        top = -(-make.most_pixels // make.pixels_of_tokens(1))  # tokens of the largest image
-        least = -(-make.pixel_limits[0] // make.pixels_of_tokens(1)) if make.pixel_limits else 1
+        of_token = make.pixels_of_tokens(1)
+        least = -(-make.pixel_limits[0] // of_token) if make.pixel_limits else 1
 
         def shrink(image: PlacedImage, most_tokens: int) -> PlacedImage:
-            most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
-            small = self._place(image.source, image.of_document, most, (image.height, image.width))
+            """Raise the limit until `least` tokens are left: rounding leaves fewer than the limit."""
+            place = partial(self._place, image.source, (image.height, image.width), image.of_document)
+            limits = map(make.pixels_of_tokens, count(max(most_tokens, least)))
+            smaller = (place(min(limit, make.most_pixels)) for limit in limits)
+            small = next(each for each in smaller if each.cut.tokens >= min(least, image.cut.tokens))
             return small if small.tokens < image.tokens else image
 
-        def find_bottom(image: PlacedImage) -> int:
-            """Return the smallest limit that leaves `least` tokens: rounding leaves fewer than the limit."""
-            target = min(least, image.cut.tokens)
-            return 1 + bisect_left(range(1, top), target, key=lambda most: shrink(image, most).cut.tokens)
-
-        bottoms = [find_bottom(image) if least > 1 else 1 for image in images]
-
         def limit_all(most_tokens: int) -> list[PlacedImage]:
-            pairs = zip(images, bottoms, strict=True)
-            return [shrink(image, max(most_tokens, bottom)) for image, bottom in pairs]
+            return [shrink(image, most_tokens) for image in images]
 
-        limits = range(1, top + 1 if images else 1)
+        limits = range(1, -(-make.most_pixels // of_token) + 1)
         largest = bisect_right(limits, room, key=lambda limit: _count_tokens(limit_all(limit)))
-        if not largest and not self._skip_overlong:
-            remedy = f"raise max_seq_length, {'lower min_pixels, ' if least > 1 else ''}or remove the row"
-            self._refuse(row, length, remedy, "a document that is too long with the smallest images")
         return limit_all(max(largest, 1))
 
-    def _refuse(
-        self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
-    ) -> NoReturn:
-        lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
+    def _refuse(self, row: ImageRow, length: int, problem: str) -> VisionDocument:
+        """Refuse a document that is too long, or return it without tokens."""
+        if self._skip_overlong:
+            nothing = np.zeros(0, np.int32)
+            return VisionDocument(nothing, nothing, [], length)
+        problem += f" ({length} tokens with its images, max_seq_length is {self._max_length})"
         turns = [turn.get("content") for turn in row.turns]
-        try:
-            fail(row.index, row.column, f"{problem} ({lengths})", turns, remedy)
-        except InputError as error:
-            raise OverlongDocument(str(error)) from None
+        fail(row.index, row.column, problem, turns, "raise max_seq_length, or choose another overlong")
 
 
 def _count_tokens(images: Iterable[PlacedImage]) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.images.family import RGB, ImageFamily, PreparedImage, side_of
+from unsloth_pack.errors import InputError
+from unsloth_pack.images.family import RGB, ImageFamily, PreparedImage, Sizes, side_of
 from unsloth_pack.images.tokens import Cut, get_image_tokens
-from unsloth_pack.models.spec import MODALITIES
+from unsloth_pack.models.spec import MODALITIES, TOKEN_TYPES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,7 +68,7 @@ class QwenVLImages(ImageFamily):
         merge, patches = self._processor.merge_size, np.array([image.size for image in images], np.int64)
         return patches.reshape(-1, 3) // [1, merge, merge]
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
+    def list_sizes(self) -> Sizes:
         names = [("merge_size", "spatial_merge_size")]
         names += [(name, name) for name in ("patch_size", "temporal_patch_size")]
         return [(a, getattr(self._processor, a), b, getattr(self._vision, b)) for a, b in names]
@@ -79,7 +79,7 @@ class QwenVLImages(ImageFamily):
         patches = self._processor.get_number_of_image_patches(height, width, options)
         return Cut(whole=patches // self._of_token)
 
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
+    def options(self, most_pixels: int | None = None) -> dict[str, Any]:
         return {} if most_pixels is None else {"size": self._limits(most_pixels)}
 
     def _take_first(self, output: Mapping[str, Any]) -> PreparedImage:
@@ -98,11 +98,10 @@ class SplitImages(ImageFamily):
     """Idefics3 and SmolVLM: an image is enlarged to the longest edge, and cut into full tiles."""
 
     needed = ("do_image_splitting", "max_image_size", "do_resize")
-    own_limit = "size={'longest_edge': pixels}"
 
     @property
     def most_pixels(self) -> int:
-        return _longest_edge(self._processor) ** 2
+        return self._processor.size["longest_edge"] ** 2
 
     def saved(self) -> dict[str, object]:
         return {"image_seq_len": self._of_tile}
@@ -115,11 +114,10 @@ class SplitImages(ImageFamily):
         # A row of images, without a mask of padding inside tiles: every tile is full
         return {name: values[None] for name, values in super().arguments(images, by_document).items()}
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
-        _longest_edge(self._processor)
+    def list_sizes(self) -> Sizes:
         return [("max_image_size", self._tile, "image_size", side_of(self._vision.image_size))]
 
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
+    def options(self, most_pixels: int | None = None) -> dict[str, Any]:
         size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
         return {"return_row_col_info": True} | size
 
@@ -127,24 +125,19 @@ class SplitImages(ImageFamily):
         if not self._processor.do_image_splitting:
             return self._cut_into(0, 0)
         if self._processor.do_resize:
-            height, width = _to_longest(height, width, self._edge(most_pixels))
-            height, width = _at_most(height, width, _MAX_SIDE)
-        tile, ratio = self._tile, width / height
-        if width >= height:
-            width = math.ceil(width / tile) * tile
-            height = math.ceil(int(width / ratio) / tile) * tile
-        else:
-            height = math.ceil(height / tile) * tile
-            width = math.ceil(int(height * ratio) / tile) * tile
-        is_one = max(height, width) <= tile
-        return self._cut_into(*((0, 0) if is_one else (height // tile, width // tile)))
+            height, width = _scale(height, width, self._edge(most_pixels), step=2)
+            if max(height, width) > _MAX_SIDE:
+                height, width = _scale(height, width, _MAX_SIDE)
+        whole_tiles = math.ceil(max(height, width) / self._tile) * self._tile
+        lines, columns = (math.ceil(side / self._tile) for side in _scale(height, width, whole_tiles))
+        return self._cut_into(*((0, 0) if lines == columns == 1 else (lines, columns)))
 
     def _cut_into(self, lines: int, columns: int) -> Cut:
         return Cut(lines, columns, self._of_tile, self._of_tile)
 
     def _edge(self, most_pixels: int | None) -> int:
         """Return the longest edge; whole tiles if it is limited."""
-        longest = _longest_edge(self._processor)
+        longest = self._processor.size["longest_edge"]
         if most_pixels is None:
             return longest
         return min(longest, max(1, math.isqrt(most_pixels) // self._tile) * self._tile)
@@ -165,10 +158,8 @@ class SquareTiles(ImageFamily):
     def _tile(self) -> int:
         return side_of(self._vision.image_size)
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
-        size = self._processor.size
-        if hasattr(size, "keys"):
-            size = {key: size[key] for key in ("height", "width") if key in size}
+    def list_sizes(self) -> Sizes:
+        size = {side: self._processor.size.get(side) for side in ("height", "width")}
         return [("size", size, "tiles", {"height": self._tile, "width": self._tile})]
 
 
@@ -176,7 +167,6 @@ class CanvasImages(SquareTiles):
     """InternVL: an image fills the canvas of tiles closest to its shape, and then one whole tile."""
 
     needed = ("min_patches", "max_patches", "get_number_of_image_patches")
-    own_limit = "max_patches, tiles of an image,"
 
     @property
     def most_pixels(self) -> int:
@@ -185,13 +175,7 @@ class CanvasImages(SquareTiles):
     def cut_from_output(self, output: Mapping[str, Any], place: int) -> Cut:
         return Cut(whole=int(output["num_patches"][place]) * self._of_tile)
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
-        least, most = self._processor.min_patches, self._processor.max_patches
-        require_whole("the image processor's max_patches", most, 1)
-        require_whole("the image processor's min_patches", least, 1, most)
-        return super().list_sizes()
-
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
+    def options(self, most_pixels: int | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {"crop_to_patches": True}  # as always in transformers' processor
         if most_pixels is None:
             return options
@@ -199,7 +183,7 @@ class CanvasImages(SquareTiles):
         return options | {"min_patches": min(self._processor.min_patches, most), "max_patches": most}
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
-        tiles = self._processor.get_number_of_image_patches(height, width, self._options(most_pixels))
+        tiles = self._processor.get_number_of_image_patches(height, width, self.options(most_pixels))
         return Cut(whole=tiles * self._of_tile)
 
     @property
@@ -214,7 +198,6 @@ class AnyresImages(SquareTiles):
     """
 
     needed = ("image_grid_pinpoints",)
-    own_limit = "image_grid_pinpoints, as in config.json,"
     described = ("image_sizes", "batch_num_images")
     shrinks = False
 
@@ -243,7 +226,7 @@ class AnyresImages(SquareTiles):
         counts = torch.tensor([n for n in by_document if n])
         return {**super().arguments(images, by_document), "batch_num_images": counts}
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
+    def list_sizes(self) -> Sizes:
         name = "image_grid_pinpoints"
         has, needs = ([[*pair] for pair in getattr(part, name)] for part in (self._processor, self._config))
         return [*super().list_sizes(), (name, has, name, needs)]
@@ -283,7 +266,6 @@ class PixtralImages(ImageFamily):
 
     needed = ("patch_size", "size", "do_resize")
     described = ("image_sizes",)
-    own_limit = "size={'longest_edge': pixels}"
     _of_tile = 1
 
     @property
@@ -296,7 +278,7 @@ class PixtralImages(ImageFamily):
 
     @property
     def most_pixels(self) -> int:
-        return _longest_edge(self._processor) ** 2
+        return self._processor.size["longest_edge"] ** 2
 
     def saved(self) -> dict[str, object]:
         merge = self._config.spatial_merge_size
@@ -315,14 +297,14 @@ class PixtralImages(ImageFamily):
             padded[:, :height, :width] = image.values[0]
         return {"pixel_values": torch.from_numpy(values), "image_sizes": torch.tensor(sizes)}
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
-        longest, most = _longest_edge(self._processor), side_of(self._vision.image_size)
+    def list_sizes(self) -> Sizes:
+        longest, most = self._processor.size["longest_edge"], side_of(self._vision.image_size)
         if longest > most:
             problem = f"the image processor's size['longest_edge'] is {longest}"
             raise InputError(f"{problem}, the model's tower sees {most} pixels; set it to {most} at most")
         return []
 
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
+    def options(self, most_pixels: int | None = None) -> dict[str, Any]:
         size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
         return {"patch_size": self._tile} | size
 
@@ -339,7 +321,7 @@ class PixtralImages(ImageFamily):
         return Cut(lines, 1, columns)
 
     def _edge(self, most_pixels: int | None) -> int:
-        longest = _longest_edge(self._processor)
+        longest = self._processor.size["longest_edge"]
         return longest if most_pixels is None else min(longest, max(self._tile, math.isqrt(most_pixels)))
 
 
@@ -347,13 +329,13 @@ class Gemma3Images(SquareTiles):
     """Gemma 3: every image becomes one square, with the same number of tokens."""
 
     needed = ("do_pan_and_scan", "do_resize", "size")
-    own_limit = ""
+    both_ways, token_types = True, TOKEN_TYPES
     shrinks = False
 
     def cut_from_output(self, output: Mapping[str, Any], place: int) -> Cut:
         return Cut(whole=self._of_tile)
 
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
+    def list_sizes(self) -> Sizes:
         for name, needed in (("do_pan_and_scan", False), ("do_resize", True)):
             if bool(getattr(self._processor, name)) != needed:
                 raise InputError(f"the image processor's {name} is {not needed}; set it to {needed}")
@@ -377,37 +359,19 @@ _FAMILIES: dict[str, type[ImageFamily]] = {
 }
 
 
-def image_family_class(config: PretrainedConfig) -> type[ImageFamily]:
-    """Return the class that prepares images for a model; InputError if it takes none or is not supported."""
-    get_image_tokens(config)
-    return _FAMILIES[config.model_type]
-
-
 def make_image_family(config: PretrainedConfig, image_processor: Any) -> ImageFamily:
-    """Create the image family of a model from its image processor."""
-    return image_family_class(config)(image_processor, config)
+    """Create the image family of a model from its image processor.
+
+    Raises:
+        InputError: the model takes no images, is not supported, or has another processor.
+    """
+    get_image_tokens(config)
+    return _FAMILIES[config.model_type](image_processor, config)
 
 
-def _longest_edge(processor: Any) -> int:
-    """Return an image processor's limit on the longest side in pixels; InputError if it is no number."""
-    size = processor.size
-    edge: Any = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
-    require_whole("the image processor's size['longest_edge']", edge, 1)
-    return edge
-
-
-def _to_longest(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Scale the longest side to `edge`, and the other one to an even number."""
+def _scale(height: int, width: int, longest: int, step: int = 1) -> tuple[int, int]:
+    """Scale the longest side, and the other to a multiple of `step` (1 or 2), as Idefics' processors do."""
     ratio = width / height
-    other = int(edge / ratio) if width >= height else int(edge * ratio)
-    other = max(other + other % 2, 1)
-    return (other, edge) if width >= height else (edge, other)
-
-
-def _at_most(height: int, width: int, edge: int) -> tuple[int, int]:
-    ratio = width / height
-    if width >= height and width > edge:
-        height, width = int(edge / ratio), edge
-    elif height > width and height > edge:
-        height, width = edge, int(edge * ratio)
-    return max(height, 1), max(width, 1)
+    other = int(longest / ratio) if width >= height else int(longest * ratio)
+    other = max(other + other % step, 1)
+    return (other, longest) if width >= height else (longest, other)

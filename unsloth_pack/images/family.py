@@ -12,8 +12,6 @@ import numpy as np
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import ImageSource, read_pixels
 from unsloth_pack.images.tokens import Cut
-from unsloth_pack.models import vision_spec_for
-from unsloth_pack.models.spec import TOKEN_TYPES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,22 +19,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RGB = 3
+Sizes = list[tuple[str, object, str, object]]  # names and values of a processor, and those of its model
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedImage:
-    """One image for its tower.
+    """One image for its tower."""
 
-    Args:
-        values: uint8 pixels, `[tiles, 3, height, width]`, or patches of one frame,
-            `[patches, 3 * patch * patch]`: all frames of a picture are equal.
-        size: the numbers that describe it to the model, such as height and width; () without any.
-        cut: its tokens.
-    """
-
+    # uint8 pixels, `[tiles, 3, height, width]`, or patches of one frame, `[patches, 3 * patch * patch]`: all
+    # frames of a picture are equal
     values: np.ndarray
-    size: tuple[int, ...]
-    cut: Cut
+    size: tuple[int, ...]  # describes it to the model, such as height and width; () without any
+    cut: Cut  # its tokens
 
 
 class ImageFamily(ABC):
@@ -48,16 +42,17 @@ class ImageFamily(ABC):
 
     Attributes:
         needed: attributes of an image processor of the family.
-        own_limit: the image processor's setting that limits the size of an image, for errors; "" without one,
-            None if `max_pixels` limits it.
         described: the arguments of a call, beside pixels, that describe the images; first their `size`.
         shrinks: True if an image can be shrunk to fewer tokens.
+        both_ways: True if the tokens of an image attend in both directions, see `VisionSpec`.
+        token_types: the argument that tells a model which tokens are images, or None.
     """
 
     needed: ClassVar[tuple[str, ...]]
-    own_limit: ClassVar[str | None] = None
     described: ClassVar[tuple[str, ...]] = ()
     shrinks: ClassVar[bool] = True
+    both_ways: ClassVar[bool] = False
+    token_types: ClassVar[str | None] = None
 
     def __init__(self, image_processor: Any, config: PretrainedConfig):
         if missing := [name for name in self.needed if not hasattr(image_processor, name)]:
@@ -70,7 +65,7 @@ class ImageFamily(ABC):
                 raise InputError(f"{problem}; give the processor that came with the model")
 
     @abstractmethod
-    def list_sizes(self) -> list[tuple[str, object, str, object]]:
+    def list_sizes(self) -> Sizes:
         """List names and values of the image processor, and those of the model that must be equal."""
 
     @property
@@ -120,8 +115,8 @@ class ImageFamily(ABC):
         patches = self._grid_side**2
         return tokens // self._of_tile * patches, patches
 
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
-        """Return the arguments of the image processor."""
+    def options(self, most_pixels: int | None = None) -> dict[str, Any]:
+        """Return the arguments of the image processor in every call."""
         return {}
 
     def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
@@ -144,22 +139,6 @@ class ImageFamily(ABC):
     def grids(self, images: Sequence[PreparedImage]) -> np.ndarray | None:
         """Return `[images, 3]` tokens in time, height and width if positions depend on them; else None."""
         return None
-
-    @property
-    def both_ways(self) -> bool:
-        """True if the tokens of an image attend in both directions, see `VisionSpec`."""
-        spec = vision_spec_for(self._config.model_type)
-        return spec is not None and spec.both_ways
-
-    @property
-    def token_types(self) -> str | None:
-        """The argument that tells a model which tokens are images, or None."""
-        return TOKEN_TYPES if self.both_ways else None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of the image processor in every call."""
-        return self._options(None)
 
     def cut(
         self, source: ImageSource, size: tuple[int, int], most_pixels: int | None = None, of_document: int = 1
@@ -190,7 +169,7 @@ class ImageFamily(ABC):
         # Neither rescaled nor normalised, values stay whole numbers
         plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
         images = self._list_inputs(read_pixels(source), of_document)
-        return self._take_first(self._processor(images, **plain, **self._options(most_pixels)))
+        return self._take_first(self._processor(images, **plain, **self.options(most_pixels)))
 
     def _list_inputs(self, image: Image, of_document: int) -> list[Any]:
         return [image]

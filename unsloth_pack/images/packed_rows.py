@@ -18,20 +18,13 @@ from unsloth_pack.packed_row.row import PackedRow
 
 @dataclass(frozen=True, eq=False)
 class RowWithImages:
-    """Documents that share a row, T tokens long.
+    """Documents that share a row, T tokens long."""
 
-    Args:
-        row: its boundaries, image tokens, and positions on three axes if the model has them.
-        ids, labels: `[1, T]` int64; the first label of every document is -100.
-        position_ids: `[1, T]`, or `[4, 1, T]`, the last three for time, height and width.
-        arguments: of a call, for its images; `pixel_values` are uint8.
-    """
-
-    row: PackedRow
-    ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    arguments: dict[str, Tensor]
+    row: PackedRow  # boundaries, image tokens, and positions on three axes if the model has them
+    ids: Tensor  # `[1, T]` int64
+    labels: Tensor  # `[1, T]` int64; the first label of every document is -100
+    position_ids: Tensor  # `[1, T]`, or `[4, 1, T]`, the last three for time, height and width
+    arguments: dict[str, Tensor]  # of a call, for its images; `pixel_values` are uint8
 
     @classmethod
     def pack(
@@ -42,14 +35,7 @@ class RowWithImages:
         placeholder: int,
         make: ImageFamily,
     ) -> RowWithImages:
-        """Pack documents into a row.
-
-        Args:
-            ids, labels: of every document.
-            images: of every document, in the order of their tokens.
-            placeholder: the id of the image token.
-            make: the family of the images.
-        """
+        """Pack ids, labels and images of documents into a row; `placeholder` is the id of an image token."""
         row = PackedRow.of_lengths(tuple(map(len, ids)), torch.device("cpu"))
         all_ids, all_labels = np.concatenate(ids), np.concatenate(labels)
         all_labels[row.starts] = IGNORE_INDEX
@@ -74,8 +60,7 @@ class RowWithImages:
 
     def on_host(self, described: Sequence[str]) -> dict[str, object]:
         """Return the arguments; those in `described` as lists, which a trainer leaves on the host."""
-        arguments = self.arguments.items()
-        return {name: value.tolist() if name in described else value for name, value in arguments}
+        return {n: value.tolist() if n in described else value for n, value in self.arguments.items()}
 
 
 def _row(values: np.ndarray) -> Tensor:

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,25 +59,15 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
     record |= {"row": image.source.index, "column": image.source.column, "most_pixels": image.most_pixels}
     if isinstance(content, Path):
         about = image.source.read_file(Path.stat)
-        path = os.fspath(content)
-        path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
+        path = str(content) if folder is None else os.path.relpath(content, os.path.realpath(folder))
         record |= {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
         return record | {"sha256": image.source.read_file(digest)}
-    if not isinstance(content, bytes):
-        raise TypeError(f"an image of Pillow, {content!r}, came out of a data set that does not decode")
+    assert isinstance(content, bytes)  # the data set does not decode
     return record | {"bytes": content, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def source_from_record(image: Mapping[str, Any], folder: Path | None) -> ImageSource:
-    """Return the source of a record.
-
-    Args:
-        folder: the root of its path, which may not lead out of it.
-
-    Raises:
-        UnreadableImage: its file is gone, or has changed since the record was written.
-        InputError: its path leads out of the folder, or is relative without one.
-    """
+    """Return the source of a record, see `parse_source`; UnreadableImage if its file has changed since."""
     row, column, recorded = image["row"], image["column"], image.get("sha256")
     if image["bytes"] is not None:
         source = ImageSource(row, column, image["bytes"])
@@ -95,6 +86,7 @@ def source_from_record(image: Mapping[str, Any], folder: Path | None) -> ImageSo
 def holds_images(dataset: datasets.Dataset) -> bool:
     """True if the rows of a data set may have images: in a column, or in parts of their messages."""
     import pyarrow.compute as pc
+    from datasets import Value
 
     from unsloth_pack.data.lossless_json import ExactJson
 
@@ -102,7 +94,9 @@ def holds_images(dataset: datasets.Dataset) -> bool:
         return True
     for name in {*dataset.column_names} & {*OF_TURNS}:
         feature = dataset.features[name]
-        if _is_text_only(feature):
+        inner = getattr(feature, "feature", feature)  # of a list
+        fields = inner.values() if isinstance(inner, dict) else [inner]
+        if all(isinstance(field, Value) for field in fields):  # strings, or turns of strings
             continue
         if not isinstance(feature, ExactJson):
             return True
@@ -125,15 +119,6 @@ def refuse_unmapped(dataset: datasets.Dataset) -> None:
             )
 
 
-def _is_text_only(feature: object) -> bool:
-    """True if a column holds strings, or turns of strings."""
-    import datasets
-
-    inner = getattr(feature, "feature", feature)  # of a list
-    fields = inner.values() if isinstance(inner, dict) else [inner]
-    return all(isinstance(field, datasets.Value) for field in fields)
-
-
 def unused_columns(dataset: datasets.Dataset, template: str) -> tuple[str, ...]:
     """List the unused columns, and the keys of turns that a chat template does not read."""
     unused = tuple(name for name in dataset.column_names if name not in _USED)
@@ -148,7 +133,7 @@ class ImageDocumentMaker(SpanMaker):
         folder: the root of image paths.
         keep_bytes: store the content of image files instead of their paths.
         settings: everything else that the documents depend on, as JSON; None if unknown.
-        numbers: of the rows, for errors; None to count from 0.
+        numbers: of the rows, for errors.
     """
 
     def __init__(
@@ -164,8 +149,7 @@ class ImageDocumentMaker(SpanMaker):
         super().__init__(_without_decoding(dataset), max_length, image_document_schema())
         detect_format(dataset.column_names, [self.dataset[i] for i in range(min(8, len(dataset)))])
         self._encode, self._folder, self._keep_bytes = encode, folder, keep_bytes
-        self._settings = settings
-        self._numbers = range(len(dataset)) if numbers is None else numbers
+        self._settings, self._numbers = settings, numbers or range(len(dataset))
 
     def key(self, num_proc: int | None) -> list[Any] | None:
         """Return the cache key with size and time of every image file, so that unchanged files are not read.
@@ -199,7 +183,17 @@ class ImageDocumentMaker(SpanMaker):
         import pyarrow as pa
 
         documents = [document for document in results if document is not None]
-        encoded = _join_documents(documents)
+        ids, labels = ([getattr(each, name) for each in documents] for name in ("ids", "labels"))
+        nothing = np.zeros(0, np.int32)
+        encoded = Encoded(
+            ids=np.concatenate([nothing, *ids]),
+            labels=np.concatenate([nothing, *labels]),
+            read=np.array([document.read for document in documents], np.int64),
+            kept=np.array([*map(len, ids)], np.int64),
+            masked=np.array([(each == IGNORE_INDEX).sum() for each in labels], np.int64),
+            counted=np.array([(each[1:] != IGNORE_INDEX).sum() for each in labels], np.int64),
+            rerendered=np.zeros(len(documents), bool),
+        )
         tally = SpanCounts.of(encoded)
         learnable = [document for document in documents if document.is_learnable]
         n_broken = len(results) - len(documents)
@@ -223,20 +217,6 @@ class ImageDocumentMaker(SpanMaker):
         return tally, table_of(encoded).append_column(self.schema.field(IMAGES), pa.array(images, kind))
 
 
-def _join_documents(documents: list[VisionDocument]) -> Encoded:
-    ids, labels = ([document.ids for document in documents], [document.labels for document in documents])
-    nothing = np.zeros(0, np.int32)
-    return Encoded(
-        ids=np.concatenate([nothing, *ids]),
-        labels=np.concatenate([nothing, *labels]),
-        read=np.array([document.read for document in documents], np.int64),
-        kept=np.array([*map(len, ids)], np.int64),
-        masked=np.array([(each == IGNORE_INDEX).sum() for each in labels], np.int64),
-        counted=np.array([(each[1:] != IGNORE_INDEX).sum() for each in labels], np.int64),
-        rerendered=np.zeros(len(documents), bool),
-    )
-
-
 def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.Dataset:
     """Add an empty column of images to tokenised rows of text, to join them with rows with images."""
     import datasets
@@ -252,30 +232,20 @@ def _without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the same rows, with images as bytes and paths."""
     import datasets
 
+    def undecoded(feature: Any) -> Any:
+        if isinstance(feature, dict):
+            return {name: undecoded(inner) for name, inner in feature.items()}
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return replace(feature, feature=undecoded(feature.feature))
+        return datasets.Image(decode=False) if isinstance(feature, datasets.Image) else feature
+
     plain = dataset.with_format(None)  # a copy with its own types
-    features = {name: _undecoded(kind) for name, kind in dataset.features.items()}
-    plain.info.features = datasets.Features(features)
+    plain.info.features = datasets.Features(undecoded(dict(dataset.features)))
     return plain
 
 
-def _undecoded(feature: object) -> Any:
-    from dataclasses import replace
-
-    import datasets
-
-    if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_undecoded(feature.feature))
-    return datasets.Image(decode=False) if isinstance(feature, datasets.Image) else feature
-
-
 def decoded(
-    make: ImageFamily,
-    source: ImageSource,
-    size: tuple[int, int],
-    most_pixels: int | None,
-    of_document: int,
+    make: ImageFamily, source: ImageSource, size: tuple[int, int], most_pixels: int | None, of_document: int
 ) -> PreparedImage:
     """Decode and prepare an image; UnreadableImage if it has other tokens than its header said."""
     image = make(source, most_pixels, of_document)

@@ -24,7 +24,7 @@ from transformers.models.auto.video_processing_auto import get_video_processor_c
 
 from unsloth_pack.checkpoints.loading import find_model, load_with
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.images.families import image_family_class, make_image_family
+from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import IMAGE_TOKENS, get_image_tokens
 from unsloth_pack.models.spec import MODALITIES
@@ -50,11 +50,7 @@ class VisionProcessor(ProcessorMixin):
         config: PretrainedConfig,
         of_videos: Mapping[str, object] | None = None,
     ):
-        """
-        Args:
-            config: of the model.
-            of_videos: the configuration of its video processor, to be saved.
-        """
+        """Take the model's configuration, and that of its video processor, to be saved."""
         self._tokens = tokens = get_image_tokens(config)
         self._family = make_image_family(config, image_processor)
         self._of_videos = of_videos or {}
@@ -79,7 +75,7 @@ class VisionProcessor(ProcessorMixin):
 
     def __call__(self, images: object = None, text: object = None, **kwargs: Any) -> BatchFeature:
         """Return ids of the text with image tokens, and pixels of the images."""
-        options = {name: value for name, value in self._family.options.items() if name not in kwargs}
+        options = {name: value for name, value in self._family.options().items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
         # Every version has this argument; the default is True only if the model takes its output
@@ -126,10 +122,7 @@ class VisionProcessor(ProcessorMixin):
 
 
 def find_processor_folder(model_name: str) -> str:
-    """Find the processor of a model: beside an adapter that was saved with one, else in its base model.
-
-    An adapter's own has the limits of pixels of its training. Raises InputError like `find_model`.
-    """
+    """Find a model's processor: beside an adapter, with its limits of pixels, else in its base model."""
     source, adapter = find_model(model_name)
     has_own = adapter is not None and any(Path(adapter, name).is_file() for name in _OF_IMAGES)
     return adapter if adapter and has_own else source
@@ -142,42 +135,32 @@ def load_image_processor(
     min_pixels: int | None = None,
     **hub: object,
 ) -> Any:
-    """Load a model's image processor, with PIL if torchvision is missing.
-
-    Args:
-        config: of the model.
-        max_pixels, min_pixels: limits to which images are resized; None for the model's.
-    """
+    """Load a model's image processor, with other limits of pixels or with its own (None)."""
     require_pillow()
-    family = image_family_class(config)
-    for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
-        if value is not None:
-            require_whole(name, value, 1)
-        if value is not None and family.own_limit is not None:
-            remedy = f"set {family.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
-            raise InputError(
-                f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
-                f"{remedy if family.own_limit else 'leave it out: every image becomes as many tokens'}"
-            )
+    get_image_tokens(config)  # refuses other models
+    limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    for name, value in limits.items():
+        require_whole(name, value, 1)
     processor = load_with(AutoImageProcessor, source, **hub)
-    family(processor, config)
-    return processor if family.own_limit is not None else limit_pixels(processor, max_pixels, min_pixels)
+    has_limits = make_image_family(config, processor).pixel_limits is not None
+    for name, value in limits.items() if not has_limits else ():
+        raise InputError(
+            f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; leave it "
+            f"out, or limit them in {' or '.join(_OF_IMAGES)} of a copy of {source}"
+        )
+    return limit_pixels(processor, max_pixels, min_pixels) if has_limits else processor
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:
     """Set other limits of an image processor; InputError if they contradict, or are below one token."""
     size = image_processor.size
-    least = size["shortest_edge"] if min_pixels is None else min_pixels
     most = size["longest_edge"] if max_pixels is None else max_pixels
-    if min_pixels is None and max_pixels is not None:
-        least = min(least, most)
+    least = min(size["shortest_edge"], most) if min_pixels is None else min_pixels
     a_token = (image_processor.patch_size * image_processor.merge_size) ** 2
-    if least > most:
-        problem = f"min_pixels is {least} and max_pixels is {most}; give a range"
-        raise InputError(problem)
-    if most < a_token:
-        problem = f"max_pixels is {most}, and one token is {a_token} pixels; raise it"
-        raise InputError(problem)
+    if not most >= max(least, a_token):
+        problem = f"max_pixels is {most}, and one token is {a_token} pixels, min_pixels {least}"
+        raise InputError(f"{problem}; give a range")
     image_processor.size = {"shortest_edge": least, "longest_edge": most}
     return image_processor
 
@@ -195,10 +178,8 @@ def build_processor(
     """
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)
-    template = _saved_template(tokenizer.name_or_path or source, files)
-    if template is None and tokenizer.chat_template is None:
-        template = _saved_template(source, files)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    template = _saved_template(tokenizer.name_or_path or source, files) or tokenizer.chat_template
+    tokenizer.chat_template = template or _saved_template(source, files)
     return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, config, of_videos)
 
 
@@ -213,11 +194,7 @@ def _saved_template(source: str, files: Mapping[str, object]) -> str | None:
 def pick_processor(
     model: PreTrainedModel, source: str, tokenizer: PreTrainedTokenizerBase
 ) -> VisionProcessor | PreTrainedTokenizerBase:
-    """Return the processor to save with a merged model, or the tokenizer if it has none.
-
-    Args:
-        source: the folder of the merged adapter, see `find_processor_folder`.
-    """
+    """Return the processor to save with a model merged from `source`, or the tokenizer if it has none."""
     if model.config.model_type not in IMAGE_TOKENS:
         return tokenizer
     place = find_processor_folder(source)

@@ -10,7 +10,6 @@ import io
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +34,6 @@ _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = range(5, 9)  # its values that exchange height and width
 _ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9"}  # of complete files
 _WIDE_MODES = ("I", "F")  # 32 bits a pixel, with an unknown white level
-# Pillow's errors on truncated or broken files
-_UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError),
-    *(ArithmeticError, AttributeError, RecursionError, struct.error),
-)
 
 
 class UnreadableImage(InputError):
@@ -51,27 +45,17 @@ class UnreadableImage(InputError):
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """One image of one row, not read yet.
+    """One image of one row, not read yet."""
 
-    Args:
-        index, column: of the row, for errors.
-        content: encoded bytes, a file's path, or an image of Pillow.
-    """
-
-    index: int
+    index: int  # of the row, for errors
     column: str
-    content: bytes | Path | Image
-
-    @property
-    def shown(self) -> str:
-        """The image's name in errors."""
-        if isinstance(self.content, bytes):
-            return f"{len(self.content)} bytes"
-        return str(self.content) if isinstance(self.content, Path) else repr(self.content)
+    content: bytes | Path | Image  # encoded bytes, a file's path, or an image of Pillow
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raise `UnreadableImage`."""
-        _refuse(self.index, self.column, problem, self.shown, remedy)
+        content = self.content
+        shown = f"{len(content)} bytes" if isinstance(content, bytes) else str(content)
+        _refuse(self.index, self.column, problem, shown, remedy)
 
     def read_file(self, read: Callable[[Path], Result]) -> Result:
         """Return what `read` reads of the image's file; UnreadableImage if it cannot be read."""
@@ -83,10 +67,7 @@ class ImageSource:
 
 
 def _refuse(index: int, column: str, problem: str, value: object, remedy: str) -> NoReturn:
-    try:
-        fail(index, column, problem, value, f"{remedy}, or remove the row")
-    except InputError as error:
-        raise UnreadableImage(str(error)) from None
+    fail(index, column, problem, value, f"{remedy}, or remove the row", UnreadableImage)
 
 
 def parse_source(index: int, column: str, value: object, folder: Path | None) -> ImageSource:
@@ -101,68 +82,52 @@ def parse_source(index: int, column: str, value: object, folder: Path | None) ->
         UnreadableImage: it is no file, or not base64.
         InputError: it is no image, or its path leads out of the folder, or is relative without one.
     """
-    return ImageSource(index, column, _Parser(index, column, folder).parse(value))
+    keys: list[str] = []
+    if isinstance(value, Mapping):
+        keys = [key for key in PART_KEYS if value.get(key) is not None]
+        if len(keys) > 1 and keys != _NAMED_BYTES:
+            fail(index, column, f"an image under {' and '.join(keys)}", value, "keep one of them")
+        value = value[keys[0]] if keys else value
+    if isinstance(value, bytes | bytearray):
+        return ImageSource(index, column, bytes(value))
+    if isinstance(value, require_pillow().Image):
+        return ImageSource(index, column, value)
+    text = str(value).strip() if isinstance(value, str | os.PathLike) else ""
+    if not text:
+        remedy = "give a path, bytes or an image of Pillow, or remove the row"
+        fail(index, column, "no image", value, remedy)
+    if keys == ["base64"] or text.lower().startswith("data:"):
+        return ImageSource(index, column, _decode(index, column, text))
+    if _NETWORK.match(text):
+        remedy = "download the images first, and give their paths"
+        fail(index, column, "an image that lies on the network", text, remedy)
+    path = unquote(urlsplit(text).path) if text.startswith("file:") else text
+    return ImageSource(index, column, _resolve(index, column, path, folder))
 
 
-@dataclass(frozen=True)
-class _Parser:
-    """Parses the images of a column, see `parse_source`."""
+def _decode(index: int, column: str, text: str) -> bytes:
+    """Decode base64, or a data URI of it."""
+    head, _, body = text.rpartition(",")
+    try:
+        if head and not head.lower().endswith(";base64"):
+            raise ValueError("its head names another encoding")
+        return base64.b64decode("".join(unquote(body).split()), validate=True)
+    except ValueError as error:
+        _refuse(index, column, f"an image that is not base64 ({error})", text, "encode the image anew")
 
-    index: int
-    column: str
-    folder: Path | None
 
-    def parse(self, value: object) -> bytes | Path | Image:
-        if isinstance(value, Mapping):
-            keys = [key for key in PART_KEYS if value.get(key) is not None]
-            if len(keys) > 1 and keys != _NAMED_BYTES:
-                self._fail(f"an image under {' and '.join(keys)}", value, "keep one of them")
-            value = value[keys[0]] if keys else value
-            if keys == ["base64"] and isinstance(value, str):
-                return self._decode(value)
-        if isinstance(value, bytes | bytearray):
-            return bytes(value)
-        if isinstance(value, require_pillow().Image):
-            return value
-        if isinstance(value, os.PathLike):
-            return self._resolve(os.fspath(value))
-        if not isinstance(value, str) or not value.strip():
-            self._fail("no image", value, "give a path, bytes or an image of Pillow, or remove the row")
-        text = value.strip()
-        if text.lower().startswith("data:"):
-            return self._decode(text)
-        if _NETWORK.match(text):
-            remedy = "download the images first, and give their paths"
-            self._fail("an image that lies on the network", text, remedy)
-        return self._resolve(unquote(urlsplit(text).path) if text.startswith("file:") else text)
-
-    def _decode(self, text: str) -> bytes:
-        """Decode base64, or a data URI of it."""
-        head, _, body = text.rpartition(",")
-        try:
-            if head and not head.lower().endswith(";base64"):
-                raise ValueError("its head names another encoding")
-            return base64.b64decode("".join(unquote(body).split()), validate=True)
-        except ValueError as error:
-            problem = f"an image that is not base64 ({error})"
-            _refuse(self.index, self.column, problem, text, "encode the image anew")
-
-    def _resolve(self, path: str) -> Path:
-        """Resolve a path to a file, following links."""
-        if self.folder is None and not os.path.isabs(path):
-            self._fail("a relative path", path, "give image_folder, in which the images lie")
-        whole = Path(self.folder or "", path)
-        real = Path(os.path.realpath(whole))
-        if self.folder is not None and not real.is_relative_to(os.path.realpath(self.folder)):
-            remedy = f"put the image into image_folder, {self.folder}"
-            self._fail("a path that leads out of the image folder", path, remedy)
-        if not os.path.isfile(real):
-            remedy = "put it back, or correct the path or image_folder"
-            _refuse(self.index, self.column, "a path that is no file", str(whole), remedy)
-        return real
-
-    def _fail(self, problem: str, value: object, remedy: str) -> NoReturn:
-        fail(self.index, self.column, problem, value, remedy)
+def _resolve(index: int, column: str, path: str, folder: Path | None) -> Path:
+    """Resolve a path to a file, following links."""
+    if folder is None and not os.path.isabs(path):
+        fail(index, column, "a relative path", path, "give image_folder, in which the images lie")
+    real = Path(os.path.realpath(Path(folder or "", path)))
+    if folder is not None and not real.is_relative_to(os.path.realpath(folder)):
+        remedy = f"put the image into image_folder, {folder}"
+        fail(index, column, "a path that leads out of the image folder", path, remedy)
+    if not real.is_file():
+        remedy = "put it back, or correct the path or image_folder"
+        _refuse(index, column, "a path that is no file", str(real), remedy)
+    return real
 
 
 def require_pillow() -> Any:
@@ -183,12 +148,18 @@ def read_size(source: ImageSource) -> tuple[int, int]:
         UnreadableImage: it is no image, of an unsupported format, too large, or truncated.
     """
     with _open(source) as image:
-        if _may_be_truncated(image):
-            image.load()
-        width, height = image.size
+        if (file := getattr(image, "fp", None)) and (end := _ENDS.get(image.format or "")):
+            place = file.tell()
+            file.seek(-len(end), io.SEEK_END)
+            is_cut = file.read() != end
+            file.seek(place)
+            if is_cut:
+                image.load()
+        # `getexif` of a PNG would decode all pixels to search after them
+        has_exif = image.format != "PNG" or getattr(image, "fp", None) is None or "exif" in image.info
         # Pillow rotates TIFF itself, and reports the rotated size
-        is_sideways = image.format != "TIFF" and _read_orientation(image) in _SIDEWAYS
-        return (width, height) if is_sideways else (height, width)
+        is_turned = has_exif and image.format != "TIFF" and image.getexif().get(_ORIENTATION) in _SIDEWAYS
+        return image.size if is_turned else image.size[::-1]
 
 
 def read_pixels(source: ImageSource) -> Image:
@@ -215,24 +186,6 @@ def read_pixels(source: ImageSource) -> Image:
         return image.convert("RGB")
 
 
-def _may_be_truncated(image: Image) -> bool:
-    end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)
-    if end is None or file is None:
-        return False
-    place = file.tell()
-    try:
-        file.seek(-len(end), io.SEEK_END)
-        return bool(file.read() != end)
-    finally:
-        file.seek(place)
-
-
-def _read_orientation(image: Image) -> int:
-    if image.format == "PNG" and getattr(image, "fp", None) is not None and "exif" not in image.info:
-        return 1  # `getexif` would decode all pixels to search after them
-    return image.getexif().get(_ORIENTATION, 1)
-
-
 @contextmanager
 def _open(source: ImageSource) -> Iterator[Image]:
     """Open an image; its errors become `UnreadableImage`."""
@@ -255,5 +208,5 @@ def _open(source: ImageSource) -> Iterator[Image]:
     except (pillow.DecompressionBombError, MemoryError) as error:
         remedy = "make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
         source.refuse(f"an image that is too large ({first_line(error)})", remedy)
-    except _UNREADABLE as error:
+    except Exception as error:
         source.refuse(f"an image that cannot be read ({first_line(error)[:200]})", "replace it")

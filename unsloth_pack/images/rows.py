@@ -15,30 +15,20 @@ from unsloth_pack.images.reading import PART_KEYS, ImageSource, parse_source
 MARK = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift, in text
 _OTHER_MARKS = ("<video>", "<audio>")  # of the same tools
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
-_CONVERSATIONS = ("messages", "conversations")
 # Keys of an image that the model would never see: a text, or a limit as qwen-vl-utils takes it
 _UNSEEN = ("text", "value", "max_pixels", "min_pixels", "resized_height", "resized_width")
 
 
 @dataclass(frozen=True, eq=False)
 class ImageRow:
-    """A row with its images.
+    """A row with its images."""
 
-    Args:
-        index: of the row, for errors.
-        column: of the conversation.
-        prompt: the turns of a prompt that is separate from its completion; else empty.
-        turns: all turns with one text each, in which `MARK` stands for an image.
-        beside: further inputs of the chat template: `tools` and `chat_template_kwargs`.
-        images: in the order of their marks.
-    """
-
-    index: int
-    column: str
-    prompt: list[Message]
-    turns: list[Message]
-    beside: dict[str, Any]
-    images: list[ImageSource]
+    index: int  # of the row, for errors
+    column: str  # of the conversation
+    n_prompt: int  # turns of a prompt that is separate from its completion; else 0
+    turns: list[Message]  # with one text each, in which `MARK` stands for an image
+    beside: dict[str, Any]  # further inputs of the chat template: `tools` and `chat_template_kwargs`
+    images: list[ImageSource]  # in the order of their marks
 
 
 def image_row(
@@ -65,14 +55,12 @@ def image_row(
     images = _RowImages(index, column, row, folder, reserved)
     marked = [images.mark_turn(turn) for turn in [*prompt, *completion]]
     images.check_used()
-    n_prompt = len(prompt)
     checked = rows.messages(index, {column: marked}, column, learned)
-    system = rows.optional_string(index, row, "system")
-    turns = rows.with_system(system, checked)
-    n_prompt += (len(turns) - len(checked)) if n_prompt else 0
+    turns = rows.with_system(rows.optional_string(index, row, "system"), checked)
+    n_prompt = len(prompt) and len(prompt) + len(turns) - len(checked)
     rows.check_turns(index, column, turns, n_prompt)
     beside = rows.tools(index, row) | rows.template_kwargs(index, row)
-    return ImageRow(index, column, turns[:n_prompt], turns, beside, images.placed)
+    return ImageRow(index, column, n_prompt, turns, beside, images.placed)
 
 
 def with_parts(turns: list[Message], everywhere: bool = False) -> list[Message]:
@@ -101,7 +89,7 @@ def _split(text: str) -> Iterator[dict[str, str]]:
 
 def _conversation(index: int, row: Mapping[str, Any]) -> tuple[str, list[Any], list[Any]]:
     """Return the conversation's column, the turns of its prompt, if any, and all others."""
-    for column in _CONVERSATIONS:
+    for column in ("messages", "conversations"):
         if isinstance(row.get(column), list):
             return column, [], row[column]
         if row.get(column) is not None:
@@ -111,9 +99,9 @@ def _conversation(index: int, row: Mapping[str, Any]) -> tuple[str, list[Any], l
         question = "\n".join(text for text in texts if text)
         answer = rows.string(index, row, "output")
         return "instruction", _turns("user", question), _turns("assistant", answer)
-    answer_column = "completion" if row.get("completion") is not None else "response"
-    if row.get("prompt") is not None and row.get(answer_column) is not None:
-        return "prompt", _turns("user", row["prompt"]), _turns("assistant", row[answer_column])
+    answers = [row[name] for name in ("completion", "response") if row.get(name) is not None]
+    if row.get("prompt") is not None and answers:
+        return "prompt", _turns("user", row["prompt"]), _turns("assistant", answers[0])
     known = "messages, conversations, prompt and completion, or instruction and output"
     fail(index, "messages", "no conversation", sorted(map(str, row)), f"give the columns {known}")
 
@@ -127,11 +115,7 @@ def _is_nothing(value: object) -> bool:
 
 
 class _RowImages:
-    """The images of a row, in the order of their places in its conversation.
-
-    Attributes:
-        placed: those of the turns so far.
-    """
+    """The images of a row, in the order of their places in its conversation."""
 
     def __init__(
         self,
@@ -142,21 +126,21 @@ class _RowImages:
         reserved: Sequence[str],
     ):
         self._index, self._column, self._folder, self._reserved = index, column, folder, reserved
-        names = [name for name in IMAGE_COLUMNS if not _is_nothing(row.get(name))]
-        if len(names) > 1:
-            fail(index, "image", "images in two columns", {name: row[name] for name in names}, "keep one")
-        self._of_images = names[0] if names else "images"
-        values = row[names[0]] if names else []
-        self._values = [*values] if isinstance(values, list | tuple) else [values]
+        values = {name: row[name] for name in IMAGE_COLUMNS if not _is_nothing(row.get(name))}
+        if len(values) > 1:
+            fail(index, "image", "images in two columns", values, "keep one")
+        self._of_images, value = next(iter(values.items()), ("images", []))
+        self._values = [*value] if isinstance(value, list | tuple) else [value]
         self._marks = 0
-        self.placed: list[ImageSource] = []
+        self.placed: list[ImageSource] = []  # those of the turns so far
 
     def check_used(self) -> None:
         """Refuse marks without an image, and images without a mark."""
         if self._marks != len(self._values):
-            problem = f"places for images in column {self._column!r}: {self._marks}"
+            problem = (
+                f"places for images in column {self._column!r}: {self._marks}, images: {len(self._values)}"
+            )
             remedy = f"write {MARK}, or a part {{'type': 'image'}}, where each image belongs"
-            problem += f", images: {len(self._values)}"
             fail(self._index, self._of_images, problem, self._values, remedy)
 
     def mark_turn(self, turn: Any) -> Any:
@@ -169,13 +153,10 @@ class _RowImages:
             self._take_marks(content)
         else:
             return turn
-        for token in self._reserved:
+        for token in (*self._reserved, *_OTHER_MARKS):
             if token in content:
-                remedy = f"write {MARK} where an image belongs, or take the token out of the text"
-                self._fail(f"the text holds {token}, a token of the model", content, remedy)
-        for mark in _OTHER_MARKS:
-            if mark in content:
-                self._fail(f"the text holds {mark}, and videos and sound are not trained on", content)
+                problem = f"the text holds {token}, a token of the model, or of videos and sound"
+                self._fail(problem, content, f"write {MARK} where an image belongs, or remove the row")
         if MARK in content and rows.role_of(turn.get("role", turn.get("from"))) == "assistant":
             remedy = "put images into the turns of the user, since a model writes none"
             self._fail("an image in a turn of the assistant", content, remedy)
@@ -220,5 +201,5 @@ class _RowImages:
     def _place(self, column: str, value: object) -> None:
         self.placed.append(parse_source(self._index, column, value, self._folder))
 
-    def _fail(self, problem: str, value: object, remedy: str = "remove the row") -> NoReturn:
+    def _fail(self, problem: str, value: object, remedy: str) -> NoReturn:
         fail(self._index, self._column, problem, value, remedy)

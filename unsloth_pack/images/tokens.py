@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tower's tokens of an image: tiles in lines, then the whole image.
+    """A tower's tokens of an image: tiles in lines, then the whole image."""
 
-    Args:
-        lines, columns: of tiles; 0 without tiles.
-        of_tile: tokens of each tile.
-        whole: tokens of the whole image, after its tiles.
-    """
-
-    lines: int = 0
+    lines: int = 0  # of tiles; 0 without tiles
     columns: int = 0
-    of_tile: int = 1
-    whole: int = 0
+    of_tile: int = 1  # tokens of each tile
+    whole: int = 0  # tokens of the whole image, after its tiles
 
     @property
     def tokens(self) -> int:
@@ -38,24 +32,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Writing:
-    """The text that a processor writes around the placeholders of an image.
+    """The text that a processor writes around the placeholders of an image."""
 
-    Args:
-        begin, end: before and after everything.
-        tile: before each tile. `{line}` and `{column}` are its place, from 1.
-        between: between two lines of tiles.
-        behind: between the tiles, if any, and the whole image.
-        whole: before the whole image.
-        marks: the tokens among these that the tokenizer must have.
-    """
-
-    begin: str = ""
-    tile: str = ""
-    between: str = ""
-    behind: str = ""
-    whole: str = ""
-    end: str = ""
-    marks: tuple[str, ...] = ()
+    begin: str = ""  # before everything
+    tile: str = ""  # before each tile; `{line}` and `{column}` are its place, from 1
+    between: str = ""  # between two lines of tiles
+    behind: str = ""  # between the tiles, if any, and the whole image
+    whole: str = ""  # before the whole image
+    end: str = ""  # after everything
+    marks: tuple[str, ...] = ()  # the tokens among these that the tokenizer must have
 
     def pieces(self, cut: Cut) -> Iterator[tuple[str, int]]:
         """Iterate over marks, perhaps empty, each with the number of placeholders after it."""
@@ -77,29 +62,18 @@ class Writing:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The text of images in a family of models.
+    """The text of images in a family of models."""
 
-    Args:
-        placeholder: the token that a chat template writes once for an image, and a processor once for each
-            token of the tower.
-        start, end: the chat template's markers around it; "" without any.
-        reserved: further tokens, of other media.
-        processor: the class of the family's processor in transformers, named in saved files.
-        writing: the processor's text beside placeholders.
-        text_options: the processor's own defaults for its tokenizer.
-        by_text: True if a call takes one list of images for each text.
-        in_template: the chat template's text for an image, if not the placeholder. A processor replaces it
-            before it tokenises, so that the text around an image may merge with the image's.
-    """
-
-    placeholder: str
-    start: str
-    end: str
-    reserved: tuple[str, ...]
-    processor: str
-    writing: Writing = field(default_factory=Writing)
-    text_options: tuple[tuple[str, str], ...] = ()
-    by_text: bool = False
+    placeholder: str  # a chat template writes it once for an image, a processor for each token of the tower
+    start: str  # the chat template's marker before it; "" without one
+    end: str  # likewise after it
+    reserved: tuple[str, ...]  # further tokens, of other media
+    processor: str  # the class of the family's processor in transformers, named in saved files
+    writing: Writing = field(default_factory=Writing)  # the processor's text beside placeholders
+    text_options: tuple[tuple[str, str], ...] = ()  # the processor's own defaults for its tokenizer
+    by_text: bool = False  # a call takes one list of images for each text
+    # The chat template's text for an image, if not the placeholder. A processor replaces it before it
+    # tokenises, so that the text around an image may merge with the image's.
     in_template: str = ""
 
     @property
@@ -176,11 +150,7 @@ def get_image_tokens(config: PretrainedConfig) -> ImageTokens:
 
 
 class ImageTokenIds:
-    """A family's image tokens in one tokenizer.
-
-    Attributes:
-        placeholder: the id for each token of the tower.
-    """
+    """A family's image tokens in one tokenizer."""
 
     def __init__(
         self, tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None
@@ -191,15 +161,14 @@ class ImageTokenIds:
             if text not in vocabulary:
                 problem = f"the tokenizer has no token {text}, which stands for images"
                 raise InputError(f"{problem}; load the one that came with the model")
-        self.placeholder = vocabulary[tokens.placeholder]
+        self.placeholder = vocabulary[tokens.placeholder]  # the id for each token of the tower
         self._around = tuple(vocabulary[text] for text in around)
         others = (*tokens.writing.marks, *tokens.reserved)
         self._reserved = tuple(vocabulary[text] for text in others if text in vocabulary)
         self._writing = Writing() if tokens.in_template else tokens.writing  # already in the text
         self._tokens, self._tokenizer = tokens, tokenizer
         self._of_mark: dict[str, np.ndarray] = {}
-        expected = getattr(config, "image_token_id", self.placeholder)
-        if expected != self.placeholder:
+        if (expected := getattr(config, "image_token_id", self.placeholder)) != self.placeholder:
             problem = f"the tokenizer gives {tokens.placeholder} the id {self.placeholder}, the model reads"
             raise InputError(f"{problem} {expected} as an image; load the tokenizer that came with the model")
 
@@ -209,11 +178,7 @@ class ImageTokenIds:
         return {self.placeholder, *self._around, *self._reserved}
 
     def counts(self, ids: np.ndarray) -> tuple[int, list[int], int]:
-        """Count placeholders, each kind of marker around them, and misplaced tokens.
-
-        Args:
-            ids: `[n]` with one placeholder for each image.
-        """
+        """Count placeholders, each kind of marker around them, and misplaced tokens in `[n]` ids."""
         around = [int((ids == marker).sum()) for marker in self._around]
         return int((ids == self.placeholder).sum()), around, int(np.isin(ids, self._reserved).sum())
 
@@ -223,10 +188,6 @@ class ImageTokenIds:
         for mark, times in self._writing.pieces(cut):
             parts += [self._encode_mark(mark), np.full(times, self.placeholder, np.int32)]
         return np.concatenate(parts)
-
-    def count_tokens(self, cut: Cut) -> int:
-        """Count the ids of `encode`."""
-        return sum(len(self._encode_mark(mark)) + times for mark, times in self._writing.pieces(cut))
 
     def _encode_mark(self, mark: str) -> np.ndarray:
         """Return the ids of a text between two placeholders."""
@@ -238,15 +199,10 @@ class ImageTokenIds:
         return self._of_mark[mark]
 
     def expand(self, ids: np.ndarray, images: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Replace placeholders by the ids of their images.
+        """Replace each placeholder in `[n]` ids by the ids of its image.
 
-        Args:
-            ids: `[n]` with one placeholder for each image.
-            images: `[n]` ids of each image, in order.
-
-        Returns:
-            The ids, the index in `ids` that each came from, and True where it belongs to an image or to a
-            marker around one.
+        Returns the ids, the index in `ids` that each came from, and True where it belongs to an image or to a
+        marker around one.
         """
         is_image = ids == self.placeholder
         repeats = np.ones(len(ids), np.int64)
