@@ -183,21 +183,15 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda path: any(pattern.fullmatch(path) for pattern in compiled)
 
 
-def check_matches(
-    option: str,
-    patterns: Sequence[str],
-    paths: Iterable[str],
-    which: str = "has weights",
-    remedy: str = "give a regular expression, or a JSON list of several",
-) -> None:
+def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) -> None:
     """Raise InputError for a pattern of `option` that matches no path; name a few modules of the model."""
     known = [*paths]
     for pattern in patterns:
         if not any(map(compile_patterns([pattern]), known)):
             examples = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
-                f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} "
-                f"(the model has {examples}, ...)"
+                f"{option} holds {pattern!r}, which matches no module that has weights; give a regular "
+                f"expression, or a JSON list of several (the model has {examples}, ...)"
             )
 
 

@@ -104,11 +104,10 @@ def with_floor(course="cosine_with_min_lr", **settings):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"learning_rates": '{"lm_hed": 1e-4}'}, "learning_rates holds 'lm_hed', which matches no module"),
-        ({"learning_rates": '{"norm": 1e-4}'}, "learning_rates holds 'norm', which matches no module"),
+        ({"learning_rates": '{"lm_hed": 1e-4}'}, "learning_rates 'lm_hed' is 0.0001, and no weight that"),
         ({"learning_rates": '{"norm": 0}'}, "norm is 0; give a number above 0"),
         ({"learning_rates": '{"(": 1}'}, "'(' is '('; give a regular expression"),
-        ({"embedding_learning_rate": 1e-4}, "embedding_learning_rate is 0.0001, and neither embeddings nor"),
+        ({"embedding_learning_rate": 1e-4}, "embedding_learning_rate is 0.0001, and no weight that"),
         ({"lora_plus_ratio": 0.5}, "lora_plus_ratio is 0.5; give a number of at least 1"),
         ({"tuning": "full", "lora_plus_ratio": 4}, "lora_plus_ratio is 4, but there is no LoRA"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio is 0.1 and warmup_steps is 3; give one"),

@@ -261,7 +261,7 @@ def test_a_rate_for_embeddings_that_are_not_trained(folder):
     args = SFTConfig(**ARGUMENTS, embedding_learning_rate=1e-5, output_dir="outputs")
     rows = Dataset.from_dict({"text": ["some text"] * 4})
     trainer = SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=rows)
-    with pytest.raises(InputError, match="embedding_learning_rate is 1e-05, but no embedding is trained"):
+    with pytest.raises(InputError, match="embedding_learning_rate is 1e-05, and no weight that it is for"):
         trainer.train()
 
 

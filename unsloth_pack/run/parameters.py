@@ -18,9 +18,7 @@ from unsloth_pack.lora.trained_parts import (
     list_tower_layers,
     vision_targets,
 )
-from unsloth_pack.training.optimizers import (
-    LearningRates,
-)
+from unsloth_pack.training.optimizers import LearningRates
 
 
 def rates_of(training: TrainingOptions, images: ImageOptions) -> LearningRates:

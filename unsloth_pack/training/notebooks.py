@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from unsloth_pack.errors import InputError, require_real
-from unsloth_pack.training.optimizers import LearningRates, embedding_names, use_rates
+from unsloth_pack.training.optimizers import LearningRates, check_rates, use_rates
 
 # Fields of the configuration that older TRL took as arguments of the trainer
 _OF_CONFIG = ("max_seq_length", "dataset_text_field", "dataset_num_proc", "packing", "dataset_kwargs")
@@ -127,14 +127,9 @@ class SFTTrainer(trl.SFTTrainer):
         """Create TRL's optimizer; embeddings with a learning rate of their own get a group of their own."""
         rate = getattr(self.args, "embedding_learning_rate", None)
         if rate is not None and self.optimizer is None:
-            model: Any = self.model
-            trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-            if not embedding_names(model) & trained:
-                raise InputError(
-                    f"embedding_learning_rate is {rate}, but no embedding is trained; give get_peft_model "
-                    "modules_to_save=['embed_tokens', 'lm_head'], or name them in target_modules"
-                )
-            use_rates(self, model, LearningRates(of_embeddings=rate))
+            rates = LearningRates(of_embeddings=rate)
+            check_rates(self.model, rates)
+            use_rates(self, self.model, rates)
         return super().create_optimizer(*args, **kwargs)
 
 

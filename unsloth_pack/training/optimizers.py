@@ -12,27 +12,25 @@ An update that is smaller than a weight's last place in 16 bits is kept by the m
 have added up.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer
 
-from unsloth_pack.errors import InputError, errors_of, raise_together
+from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.lora.trained_parts import VisionParts
-from unsloth_pack.modules import check_matches, compile_patterns
+from unsloth_pack.modules import compile_patterns
 from unsloth_pack.training.nonfinite import leave_out
 
 Settings = dict[str, Any]  # of a group of an optimizer, with its "params"
-_PART_OPTIONS = {"tower": "vit_lr", "aligner": "aligner_lr"}
 
 
 @dataclass(frozen=True)
@@ -53,115 +51,69 @@ class LearningRates:
     of_aligner: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.lora_plus_ratio or self.of_embeddings or self.by_name or self.of_parts)
-
-    @property
-    def of_parts(self) -> dict[str, float]:
-        """Return the rates of the parts of a model of vision and language, by `VisionParts.kind`."""
-        rates = {"tower": self.of_tower, "aligner": self.of_aligner}
-        return {part: rate for part, rate in rates.items() if rate is not None}
+        return any(vars(self).values())
 
 
-def check_rates(model: nn.Module, rates: LearningRates) -> None:
+def check_rates(model: Any, rates: LearningRates) -> None:
     """Refuse rates of weights that do not train, all at once.
 
     Raises:
-        InputError: names the regular expression or the option.
+        InputError: names the option.
     """
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    raise_together(errors_of(check_rates_by_name, rates, trained), _unused_rates(model, rates, trained))
-
-
-def check_rates_by_name(rates: LearningRates, trained: Sequence[str]) -> None:
-    """Refuse a pattern that matches none of the trained parameters' names."""
-    check_matches("learning_rates", [*rates.by_name], trained, "trains", "correct it, or leave it out")
-
-
-def check_rate_of_embeddings(rates: LearningRates, trained: Collection[str]) -> Iterator[InputError]:
-    """Refuse a rate of embeddings and head where neither trains; `trained` names the parameters that do."""
-    if rates.of_embeddings and not trained:
-        yield InputError(
-            f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
-            "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
-            "--target_modules"
-        )
-
-
-def _unused_rates(model: nn.Module, rates: LearningRates, trained: Sequence[str]) -> Iterator[InputError]:
-    if rates.lora_plus_ratio and not any(".lora_B." in name for name in trained):
-        yield InputError(
-            f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
-            "out"
-        )
-    trained_parts = {*map(_part_of(model, rates), trained)}
-    for part, rate in rates.of_parts.items():
-        if part not in trained_parts:
-            yield InputError(
-                f"{_PART_OPTIONS[part]} is {rate:g}, and nothing of the {part} trains; leave it out"
-            )
-    yield from check_rate_of_embeddings(rates, embedding_names(model).intersection(trained))
+    raise_together(
+        InputError(f"{option} is {rate:g}, and no weight that it is for trains; correct it, or leave it out")
+        for option, rate, names in _rates_by_option(model, rates, default=1.0)
+        if not names
+    )
 
 
 def use_rates(trainer: Trainer, model: Any, rates: LearningRates) -> None:
     """Divide the weights by these rates, too, in the optimizer that the trainer will make."""
     args, decays = trainer.args, trainer.get_decay_parameter_names(model)
-    rate_of = _rate_by_name(model, rates, args.learning_rate)
-    groups: list[Settings] = []
-    for has_decay in (True, False):
-        by_rate: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and (name in decays) == has_decay:
-                by_rate.setdefault(rate_of(name), []).append(parameter)
-        decay = args.weight_decay if has_decay else 0.0
-        groups += [{"params": some, "lr": rate, "weight_decay": decay} for rate, some in by_rate.items()]
+    rate_of: dict[str, float] = {}
+    for _, rate, names in _rates_by_option(model, rates, args.learning_rate):
+        rate_of |= dict.fromkeys(names, rate)
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = name not in decays, rate_of.get(name, args.learning_rate)
+            groups.setdefault(key, []).append(parameter)
     kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
-    trainer.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
+    options["params"] = [
+        {"params": parameters, "lr": rate, "weight_decay": 0.0 if is_spared else args.weight_decay}
+        for (is_spared, rate), parameters in sorted(groups.items(), key=lambda group: group[0][0])
+    ]
+    trainer.optimizer_cls_and_kwargs = kind, options
 
 
-def _rate_by_name(model: nn.Module, rates: LearningRates, default: float) -> Callable[[str], float]:
-    """Return the function from the name of a parameter to its learning rate."""
-    embeddings = embedding_names(model) if rates.of_embeddings else set()
-    plus = _lora_plus_rates(model, rates.lora_plus_ratio, default) if rates.lora_plus_ratio else {}
-    by_name = [(compile_patterns([pattern]), rate) for pattern, rate in rates.by_name.items()]
-    part_of = _part_of(model, rates)
-
-    def rate_of(name: str) -> float:
-        rate = next((rate for matches, rate in by_name if matches(name)), None)
+def _rates_by_option(
+    model: Any, rates: LearningRates, default: float
+) -> Iterator[tuple[str, float, Collection[str]]]:
+    """Yield each option, its rate and the names of its weights that train; the most particular comes last."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if rates.lora_plus_ratio:  # of B and of vectors in LoRA, as in PEFT's `create_loraplus_optimizer`
+        faster = [n for n, p in trained.items() if ".lora_B" in n or (".lora_" in n and p.ndim == 1)]
+        yield "lora_plus_ratio", rates.lora_plus_ratio * default, faster
+    of_parts = {"vit_lr": ("tower", rates.of_tower), "aligner_lr": ("aligner", rates.of_aligner)}
+    for option, (part, rate) in of_parts.items():
         if rate is not None:
-            return rate
-        if rates.of_embeddings and name in embeddings:
-            return rates.of_embeddings
-        if (part := part_of(name)) in rates.of_parts:
-            return rates.of_parts[part]
-        return plus.get(name, default)
-
-    return rate_of
-
-
-def _lora_plus_rates(model: Any, ratio: float, default: float) -> dict[str, float]:
-    """Return the rate of each LoRA parameter, by name, as PEFT's LoRA+ sets it."""
-    optimizer = create_loraplus_optimizer(
-        model, torch.optim.SGD, lr=default, loraplus_lr_ratio=ratio, loraplus_lr_embedding=default
-    )
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    # It speeds up every vector as well, such as a norm that trains; LoRA+ is about B
-    lora = [(name, id(p)) for name, p in model.named_parameters() if ".lora_" in name]
-    return {name: rates[key] for name, key in lora if key in rates}
+            base = _base_of(model)
+            parts, path = VisionParts.locate(base), next(p for p, m in model.named_modules() if m is base)
+            of_part = [name for name in trained if parts.kind(name.removeprefix(f"{path}.")) == part]
+            yield option, rate, of_part
+    if rates.of_embeddings:
+        yield "embedding_learning_rate", rates.of_embeddings, _embedding_names(model) & trained.keys()
+    for pattern, rate in reversed([*rates.by_name.items()]):
+        yield f"learning_rates {pattern!r}", rate, [*filter(compile_patterns([pattern]), trained)]
 
 
-def _part_of(model: Any, rates: LearningRates) -> Callable[[str], str]:
-    """Return a function from a name to its part of a model of vision and language, or to "" without rates."""
-    if not rates.of_parts:
-        return lambda name: ""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = VisionParts.locate(base)
-    inside = next(path for path, module in model.named_modules() if module is base)
-    return lambda name: parts.kind(name.removeprefix(f"{inside}."))
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def embedding_names(model: Any) -> set[str]:
+def _embedding_names(model: Any) -> set[str]:
     """Return the names of the parameters in the embedding or the head, or in a wrapper of these."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     ends = filter(None, (base.get_input_embeddings(), base.get_output_embeddings()))
     inside = {id(parameter) for end in ends for parameter in end.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in inside}
@@ -175,27 +127,14 @@ def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, obj
     that of each parameter. All others stay as they are, with their gradients."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**settings, "params": [parameter]}]
-    try:
-        with _own_settings_of(optimizer, parameter):
-            type(optimizer).step(optimizer)  # the instance's own is counted by schedules
-    finally:
-        optimizer.param_groups = groups
-
-
-@contextmanager
-def _own_settings_of(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
-    """bitsandbytes keeps settings of single weights, as 32 bits for embeddings, by their place in the groups.
-    While one weight is updated alone, at the first place, only its own settings are known."""
-    manager = getattr(optimizer, "mng", None)
-    if manager is None:
-        yield
-        return
+    # bitsandbytes keeps settings of single weights, as 32 bits for embeddings, by their place in the groups
+    manager = getattr(optimizer, "mng", None) or SimpleNamespace(index2config={}, pid2config={})
     by_place, own = manager.index2config, manager.pid2config.get(id(parameter))
     manager.index2config = {} if own is None else {(0, 0): own}
     try:
-        yield
+        type(optimizer).step(optimizer)  # the instance's own is counted by schedules
     finally:
-        manager.index2config = by_place
+        optimizer.param_groups, manager.index2config = groups, by_place
 
 
 class InBackward:
