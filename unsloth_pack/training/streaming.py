@@ -15,7 +15,7 @@ import signal
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import clear_frames
@@ -26,7 +26,7 @@ import pyarrow as pa
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,7 +35,7 @@ from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
 from unsloth_pack.data.streaming import DocumentBlock, DocumentStream, Place, Share
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.packing import PackingStream, StreamCounts
+from unsloth_pack.packing import PackingStream
 from unsloth_pack.training.checkpoints import STREAM_FILES
 from unsloth_pack.training.image_rows import COLUMN
 
@@ -56,11 +56,6 @@ class Stand:
     tally: SpanCounts  # of the rows that were read
     packer: Mapping[str, Any]  # state of the `PackingStream`, with the documents that wait
 
-    @property
-    def packed(self) -> StreamCounts:
-        """Return the counts of the rows given out."""
-        return StreamCounts(**self.packer["counts"])
-
 
 class RowStream(IterableDataset[dict[str, Any]]):
     """Packed rows of a stream for one of the processes that train together. They never end.
@@ -72,8 +67,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
         share: of the documents that this process takes.
         n_workers: processes that read and tokenise. Their number changes no row.
         ahead: rows that are ready before one is given out. After a refused document this many still come, so
-            that all processes stop after the same update. A loader of rows with images
-            takes `decoders + 1` batches before they are trained on.
+            that all processes stop after the same update. A loader of images takes `decoders + 1` batches.
         decoders: threads that decode images, each those of a batch; 0 where no row has any.
     """
 
@@ -107,7 +101,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
 
     @property
     def waiting_at_most(self) -> tuple[int, int | None]:
-        """Return how many documents and tokens wait at most for others to share a row with."""
+        """Return how many documents and tokens wait at most."""
         return self._packer.buffer_size, self._packer.buffer_tokens
 
     def has_failed(self) -> bool:
@@ -150,7 +144,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         state = dict(stand.packer)
         groups = [*state.pop("ready"), state.pop("buffer")]
         documents = [document for group in groups for document in group]
-        tensors = {name: _joined([document[name] for document in documents]) for name in _COLUMNS}
+        none = np.zeros(0, np.int32)
+        tensors = {name: np.concatenate([none, *(each[name] for each in documents)]) for name in _COLUMNS}
         tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
         tensors["groups"] = np.array(list(map(len, groups)), np.int64)
         if self.documents.has_images:
@@ -167,25 +162,15 @@ class RowStream(IterableDataset[dict[str, Any]]):
     def load(self, checkpoint: Path) -> None:
         """Go on where a stream stood when it was saved, or refuse a file of a stream of other arguments."""
         path = checkpoint / state_file(self.share.number)
-        try:
-            with safe_open(path, "np") as file:
-                about = json.loads(file.metadata()["stream"])
-                tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
-        except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
-            raise InputError(
-                f"{path}: the place in the stream cannot be read ({error}); resume from another checkpoint, "
-                "or start anew"
-            ) from None
+        with safe_open(path, "np") as file:
+            about = json.loads(file.metadata()["stream"])
+            tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
         if about["version"] != _VERSION:
             raise InputError(f"{path}: of another release (version {about['version']}); start anew")
-        if self.documents.has_images != (IMAGES in tensors):
-            which = "with images" if IMAGES in tensors else "without images"
-            raise InputError(f"{path}: of a run {which}, and this one is not; start anew")
         groups = _grouped(tensors)
         self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = SpanCounts(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
         self._last = self._stand(about["rows"], Place(**about["place"]), tally)
-        self._stands.clear()
         self._stands.append(self._last)
 
     def _stand(self, rows: int, place: Place, tally: SpanCounts) -> Stand:
@@ -216,10 +201,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
             clear_frames(error.__traceback__)  # whoever keeps the error would keep the loader's processes
             if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
                 raise
-            raise RunStopped(
-                "a process that reads and tokenises the data was killed, perhaps because memory ran out; "
-                "give a smaller --num_proc"
-            ) from error
+            why = "a process that reads the data was killed, perhaps because memory ran out"
+            raise RunStopped(f"{why}; give a smaller --num_proc") from error
         finally:
             atexit.unregister(stop)
             stop()
@@ -255,12 +238,12 @@ class StreamTotals:
 def totals(stream: RowStream, rows: int) -> StreamTotals:
     """Return the totals after so many rows of each process. Every process has to call this."""
     stand = stream.after(rows)
-    by_process = gather_object([(stand.tally, stand.packed, stand.place.turn)])
+    by_process = gather_object([(stand.tally, stand.packer["counts"], stand.place.turn)])
     tally, packed = SpanCounts(), Counter[str]()
     n_parts = stream.documents.n_parts
     for of_process, counts, _ in by_process:
         tally += of_process
-        packed.update(asdict(counts))
+        packed.update(counts)
     return StreamTotals(
         ledger=tally.ledger,
         turns=min(turn for *_, turn in by_process),
@@ -280,7 +263,7 @@ class _Blocks(IterableDataset[DocumentBlock]):
 
     def __iter__(self) -> Iterator[DocumentBlock]:
         worker = get_worker_info()
-        number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        number, of = (worker.id, worker.num_workers) if worker else (0, 1)
         return self._documents.blocks(self._place, self._share, number, of)
 
 
@@ -304,15 +287,6 @@ def _as_bytes(images: list[list[dict[str, object]]]) -> np.ndarray:
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
-def _of_bytes(content: np.ndarray) -> list[list[dict[str, Any]]]:
-    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
-        return reader.read_all()[IMAGES].to_pylist()
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.int32), *parts])
-
-
 def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
     ends = np.cumsum(tensors["lengths"]).tolist()
     documents: list[dict[str, Any]] = [
@@ -320,8 +294,9 @@ def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     if IMAGES in tensors:
-        for document, images in zip(documents, _of_bytes(tensors[IMAGES]), strict=True):
-            document[IMAGES] = images
+        with pa.ipc.open_stream(pa.py_buffer(tensors[IMAGES])) as reader:
+            of_documents = reader.read_all()[IMAGES].to_pylist()
+        documents = [each | {IMAGES: own} for each, own in zip(documents, of_documents, strict=True)]
     bounds = np.cumsum(tensors["groups"]).tolist()
     return [documents[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
 
@@ -336,36 +311,36 @@ class _Decoded(IterableDataset[dict[str, Any]]):
         self._stream, self._batch_size, self._collate = stream, batch_size, collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows, waiting = self._stream.__iter__(), deque[Future[dict[str, Any]]]()
-        stopped: RunStopped | None = None
-        pool = ThreadPoolExecutor(self._stream.decoders)
+        rows, pool = self._stream.__iter__(), ThreadPoolExecutor(self._stream.decoders)
+        batches = self._submit(rows, pool)
         try:
-            while True:
-                while stopped is None and len(waiting) <= self._stream.decoders:
-                    try:
-                        some = list(islice(rows, self._batch_size))
-                    except RunStopped as error:  # after the rows that are ready
-                        stopped = error
-                        break
-                    waiting.append(pool.submit(self._collate, some))
-                if stopped is not None and not waiting:
-                    raise stopped
+            waiting = deque(islice(batches, self._stream.decoders + 1))
+            while waiting:
                 try:
                     batch = waiting.popleft().result()
                 except InputError as error:
                     raise RunStopped(str(error)) from error
                 yield batch
+                waiting.extend(islice(batches, 1))
         finally:
             pool.shutdown(cancel_futures=True)
             rows.close()  # else an error that is held on to would hold the processes that read
 
+    def _submit(
+        self, rows: Iterator[dict[str, Any]], pool: ThreadPoolExecutor
+    ) -> Iterator[Future[dict[str, Any]]]:
+        """Submit batch after batch. What stops the stream comes after the batches before it."""
+        try:
+            while True:
+                yield pool.submit(self._collate, list(islice(rows, self._batch_size)))
+        except RunStopped as error:
+            stopped: Future[dict[str, Any]] = Future()
+            stopped.set_exception(error)
+            yield stopped
+
 
 def loader_of(
-    stream: RowStream,
-    batch_size: int,
-    collate: Collate,
-    device: torch.device,
-    pin_memory: bool,
+    stream: RowStream, batch_size: int, collate: Collate, device: torch.device, pin_memory: bool
 ) -> DataLoader:
     """Make the loader of a stream's rows, which no trainer deals out once more."""
     rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
