@@ -6,7 +6,8 @@ import datasets
 import pytest
 
 from unsloth_pack.packing import PackedSampler
-from unsloth_pack.training.sampling import TurnToEpoch, packed_sampler
+from unsloth_pack.training.sampling import packed_sampler
+from unsloth_pack.training.trainer import RunCallback
 
 ROWS = datasets.Dataset.from_dict({"seq_lengths": [[3, 2], [4]] * 12})
 
@@ -29,6 +30,8 @@ def test_a_window_is_an_update():
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_an_epoch_has_its_own_order(epoch):
     sampler, other = (PackedSampler(ROWS["seq_lengths"], seed=1) for _ in range(2))
-    TurnToEpoch(sampler).on_epoch_begin(None, SimpleNamespace(epoch=float(epoch)), None)
+    RunCallback(SimpleNamespace(packed_sampler=sampler)).on_epoch_begin(
+        None, SimpleNamespace(epoch=float(epoch)), None
+    )
     other.set_epoch(epoch)
     assert list(sampler) == list(other)

@@ -18,13 +18,7 @@ from zipfile import is_zipfile
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
 from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
 from unsloth_pack.errors import RunStopped, first_line
@@ -51,37 +45,35 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
     if not optimizers or not random_states or len(streams) not in (0, len(random_states)):
         return None
     parts = [checkpoint / "scheduler.pt", checkpoint / COUNTS_FILE, *_weights(checkpoint)]
-    if not all(map(_is_whole, [*parts, *optimizers, *random_states, *streams])):
-        return None
-    try:
-        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    is_whole = all(map(_is_whole, [*parts, *optimizers, *random_states, *streams]))
+    return _read_json(checkpoint / _STATE) if is_whole else None
 
 
 def _weights(checkpoint: Path) -> list[Path]:
     """Return the files of the weights, there or not: of an adapter, or of a model, perhaps in shards."""
-    if (checkpoint / _MODEL_INDEX).is_file():
-        with suppress(OSError, ValueError, LookupError, AttributeError):
-            index = json.loads((checkpoint / _MODEL_INDEX).read_text(encoding="utf-8"))
-            return [checkpoint / name for name in {*index["weight_map"].values()}]
+    if index := _read_json(checkpoint / _MODEL_INDEX):
+        return [checkpoint / name for name in {*index["weight_map"].values()}]
     whole = checkpoint / "model.safetensors"
     return [whole if whole.exists() else checkpoint / _ADAPTER]
 
 
+def _read_json(path: Path) -> Any:
+    """Return the content of a file, or None if it is not there or has been cut."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _is_whole(path: Path) -> bool:
     """True if a file is there and has not been cut, as by an interrupted copy."""
+    if path.suffix == ".json":
+        return _read_json(path) is not None
+    if path.suffix != ".safetensors":
+        return is_zipfile(path) or path.name == "latest"
     try:
-        if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-        elif path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-        elif path.suffix in (".pt", ".pth", ".bin"):
-            return is_zipfile(path)
-    except (OSError, ValueError, SafetensorError):
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
         return False
-    return path.is_file()
 
 
 def step_of(checkpoint: Path) -> int:
@@ -114,10 +106,8 @@ class WholeCheckpoints:
     def save(self, folder: Path, step: int, write: Callable[[], None]) -> None:
         """Save a checkpoint after `step` updates, and remove the oldest beyond `save_total_limit`.
 
-        Every process has to call this. `write` lets the trainer write its part into `aside`.
-
-        Raises:
-            RunStopped: the disk is full, or something else cannot be saved.
+        Every process has to call this. `write` lets the trainer write its part into `aside`. Raises
+        RunStopped if the disk is full, or something else cannot be saved.
         """
         name, aside = f"checkpoint-{step}", folder / ASIDE
         try:
@@ -134,7 +124,10 @@ class WholeCheckpoints:
             why = first_line(error) or type(error).__name__
             raise RunStopped(f"{name} could not be saved: {why} ({free})") from error
         if self._arguments.should_save:
-            self._remove_oldest(folder, aside)
+            for old in _checkpoints(folder)[: -(self._arguments.save_total_limit or 2**31)]:
+                if step_of(old) != self.best:  # renamed first: a kill leaves no half of it in its place
+                    os.replace(old, aside / old.name)
+            remove_folder(aside)
 
     def _write_aside(self, aside: Path, name: str, write: Callable[[], None]) -> None:
         if self._arguments.should_save:
@@ -149,51 +142,10 @@ class WholeCheckpoints:
             self.aside = None
         self._accelerator.wait_for_everyone()
 
-    def _remove_oldest(self, folder: Path, aside: Path) -> None:
-        """Rename before deleting: half of a checkpoint must not pass for one after a kill."""
-        for old in _checkpoints(folder)[: -(self._arguments.save_total_limit or 2**31)]:
-            if step_of(old) == self.best:
-                continue
-            os.replace(old, aside / old.name)
-        remove_folder(aside)
-
-
-class DelayedSaves(TrainerCallback):
-    """Makes no checkpoint within the first `updates`. What stops a run comes later, and still makes one."""
-
-    def __init__(self, updates: int):
-        self.updates = updates
-
-    def is_early(self, state: TrainerState) -> bool:
-        """True if no checkpoint is made at this update."""
-        return state.global_step < min(self.updates, state.max_steps)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        if self.is_early(state):
-            control.should_save = False
-
-
-class KeptBest(TrainerCallback):
-    """Finds the best checkpoint of a resumed run, which otherwise would only be loaded if a better one came.
-
-    transformers has recorded where it wrote it, warns that nothing is there, and forgets it.
-    """
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        best = best_checkpoint(state, Path(str(args.output_dir)))
-        if best is not None:
-            state.best_model_checkpoint = str(best)
-
 
 def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
-    """Return the checkpoint of the lowest evaluation loss, or None.
-
-    The trainer's own record names the folder that the checkpoint was written in, before it was moved.
-    """
+    """Return the checkpoint of the lowest evaluation loss, or None. The trainer's own record names the folder
+    that it was written in, before it was moved."""
     best = folder / f"checkpoint-{state.best_global_step}"
     return best if state.best_global_step and best.is_dir() else None
 
@@ -201,20 +153,18 @@ def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
 class EarlyStopping(EarlyStoppingCallback):
     """Ends a run after some evaluations without a better loss; a resumed run counts those before it too."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        self.early_stopping_patience_counter = _evaluations_without_a_better(vars(state))[0]
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        self.early_stopping_patience_counter = _saved_patience(vars(state))[0]
 
 
 def has_stopped_early(state: Mapping[str, object]) -> bool:
     """True if early stopping ended the run at the checkpoint with this state of the trainer."""
-    count, patience = _evaluations_without_a_better(state)
+    count, patience = _saved_patience(state)
     return 0 < patience <= count
 
 
-def _evaluations_without_a_better(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many there were, and how many end the run; (0, 0) if no number does."""
+def _saved_patience(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the evaluations without a better loss, and how many end the run; (0, 0) if no number does."""
     saved = (state.get("stateful_callbacks") or {}).get(EarlyStopping.__name__)
     if saved is None:
         return 0, 0

@@ -40,7 +40,7 @@ class TokenCounts:
     def __init__(self) -> None:
         self._before = TokenCounter()  # by processes that have ended
         self._started: float | None = None
-        self._tokens: Count = 0
+        self._tokens: Count = 0  # these since then, in all processes
         self._slots: Count = 0
         self._counted: Count = 0
         self.broken_images = 0  # that this process has met
@@ -48,12 +48,8 @@ class TokenCounts:
     @property
     def trained(self) -> TokenCounter:
         """Return the counts over all processes, and all resumptions."""
-        return TokenCounter(
-            self._seconds(),
-            int(self.tokens),
-            self._before.slots + int(self._slots),
-            self._before.counted + int(self._counted),
-        )
+        slots, counted = self._before.slots + int(self._slots), self._before.counted + int(self._counted)
+        return TokenCounter(self._seconds(), int(self.tokens), slots, counted)
 
     @property
     def tokens(self) -> Count:
@@ -115,10 +111,8 @@ class MemoryWatch:
             self._largest, self._peak = self._tokens, most_held()
 
     def use_at(self, error: BaseException, model: nn.Module, optimizer: Optimizer | None) -> MemoryUse | None:
-        """Return the memory in use when `error` was raised; None outside training or without CUDA.
-
-        The frames of `error` are cleared: they hold the activations.
-        """
+        """Return the memory in use when `error` was raised; None outside training or without CUDA. Clears the
+        frames of `error`, which hold the activations."""
         peak = most_held()
         traceback.clear_frames(error.__traceback__)
         gc.collect()
@@ -169,10 +163,8 @@ class DocumentLosses:
         self._batches.append(_document_losses(outputs[0], inputs.get("position_ids")))
 
     def means(self, rows: Dataset, prefix: str) -> dict[str, float]:
-        """Return `{prefix}_loss`, a mean over tokens, and `{prefix}_sample_loss`, over means of documents.
-
-        They are over the evaluation of all ranks. Batching, packing and the ranks do not change them.
-        """
+        """Return `{prefix}_loss`, a mean over tokens, and `{prefix}_sample_loss`, over means of documents, of
+        all ranks. Batching, packing and the ranks do not change them."""
         by_rank = gather_object([[batch.cpu() for batch in self._batches]])
         in_order = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
         # If the ranks cannot share out the rows evenly, the first rows come again at the end.

@@ -49,11 +49,8 @@ def gather_trained(trainer: Trainer) -> dict[str, Tensor]:
 
 @contextmanager
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
-    """Load a model whole inside this context, under ZeRO-3 too; the trainer shards it later.
-
-    transformers would shard it while it loads, and neither the checks of its weights nor the probe for leaks
-    would see them.
-    """
+    """Load a model whole inside this context, under ZeRO-3 too, for the checks of its weights and the probe
+    for leaks. transformers would shard it while it loads; the trainer shards it later."""
     settings = getattr(arguments, "hf_deepspeed_config", None)  # where DeepSpeed trains
     if settings is None:
         yield
@@ -88,7 +85,8 @@ class AveragedGradients:
         flat = _flat(optimizer)
         if flat is not self._optimizer:
             self._optimizer = flat
-            self._is_small = flat is not None and _count_bytes(flat) <= _MOST_BYTES
+            weights = [p for group in flat.param_groups for p in group["params"]] if flat else []
+            self._is_small = 0 < sum(p.numel() * p.element_size() for p in weights) <= _MOST_BYTES
         self._takes_over = self._is_small and isinstance(model, DistributedDataParallel)
         if self._takes_over:
             vars(model)["require_backward_grad_sync"] = False
@@ -106,11 +104,10 @@ class AveragedGradients:
             for weight in weights:
                 _average(weight.grad)
             return
-        parameters = [p for group in flat.param_groups for p in group["params"]]
-        if n_missing := sum(p.grad is None for p in parameters):
+        if n_missing := sum(p.grad is None for group in flat.param_groups for p in group["params"]):
             raise InputError(
-                f"{n_missing} of {len(parameters)} trained weights got no gradient in this process, and the "
-                "others wait for theirs; train them in one process, or freeze them"
+                f"{n_missing} trained weights got no gradient in this process, and the others wait for "
+                "theirs; train them in one process, or freeze them"
             )
         for group in flat.param_groups:
             for dtype in dict.fromkeys(p.dtype for p in group["params"]):
@@ -125,10 +122,6 @@ def _average_apart(gradients: Sequence[Tensor]) -> None:
     _average(together)
     for gradient, part in zip(ordered, layout.cut(together), strict=True):
         gradient.copy_(part)
-
-
-def _count_bytes(optimizer: FlatAdamW) -> int:
-    return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
 
 
 def _flat(optimizer: Optimizer | None) -> FlatAdamW | None:

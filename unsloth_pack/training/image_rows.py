@@ -31,20 +31,16 @@ class ImageRowCollator:
     document, for trainers that count by them; `packed_row` for a patched model; and with images their
     `pixel_values` uint8, and their description as lists on the host.
 
-    Args:
-        make_images: prepares images for the model.
-        token_ids: of images.
-        folder: where paths of images begin.
-        skip_broken: put a grey image in place of one that cannot be decoded, and count no token of its
-            document; `broken_images` in the batch is their number.
     """
 
     def __init__(
         self,
         make_images: ImageFamily,
         token_ids: ImageTokenIds,
-        folder: Path | None,
+        folder: Path | None,  # where paths of images begin
         *,
+        # Put a grey image in place of one that cannot be decoded, and count no token of its document. The
+        # batch has their number as `broken_images`.
         skip_broken: bool = False,
     ):
         self.make_images, self._token_ids, self._folder = make_images, token_ids, folder
@@ -58,9 +54,8 @@ class ImageRowCollator:
         n_broken = 0
         for row in rows:
             first = len(ids)
-            for begin, end in pairwise(
-                accumulate(row.get("seq_lengths") or [len(row["input_ids"])], initial=0)
-            ):
+            lengths = row.get("seq_lengths") or [len(row["input_ids"])]
+            for begin, end in pairwise(accumulate(lengths, initial=0)):
                 ids.append(np.asarray(row["input_ids"][begin:end], dtype=np.int64))
                 labels.append(np.asarray(row["labels"][begin:end], dtype=np.int64))
                 images.append([])

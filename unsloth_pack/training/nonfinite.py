@@ -52,24 +52,16 @@ class NonFinite:
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.rows))
         message = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
-        if self.culprits is None:
-            return message
         if self.has_diverged:
-            return (
-                f"{message}, as is each of its {self.searched} documents by itself: the weights have diverged"
-            )
-        if not self.culprits:
-            return f"{message}, and yet each of its {self.searched} documents is finite by itself"
-        documents = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
-        return f"{message}, because of {', '.join(documents)}"
+            each = f"each of its {self.searched} documents by itself"
+            return f"{message}, as is {each}: the weights have diverged"
+        culprits = [f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits or ()]
+        return f"{message}, because of {', '.join(culprits)}" if culprits else message
 
 
 def leave_out(optimizer: Any, parameters: Iterable[Tensor], is_bad: Tensor) -> None:
-    """Let the optimizer's next step do nothing for these parameters if `is_bad`, a bool on the device.
-
-    With an optimizer on CUDA that is not fused their gradients become zero, while momentum and weight decay
-    still act.
-    """
+    """Let the optimizer's next step do nothing for these parameters if `is_bad`, a bool on the device. One on
+    CUDA that is not fused sees gradients of zero, while momentum and weight decay still act."""
     if is_bad.device.type == "cpu":  # there is nothing to wait for
         if is_bad:
             for parameter in parameters:
@@ -84,12 +76,9 @@ def leave_out(optimizer: Any, parameters: Iterable[Tensor], is_bad: Tensor) -> N
 
 
 class NonFiniteUpdates:
-    """Leaves out updates whose loss or gradient is not finite.
+    """Leaves out updates whose loss or gradient is not finite, see `leave_out`.
 
-    Such an update changes neither weights nor optimizer on a CPU, nor with a fused optimizer, the default on
-    CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
-    Where gradients are applied as they come, the weights before the first gradient that is not finite have
-    been updated by then.
+    Where gradients are applied as they come, the weights before the first that is not finite are updated.
     """
 
     def __init__(self) -> None:
@@ -126,7 +115,7 @@ class NonFiniteUpdates:
             return [], torch.empty(0, dtype=torch.bool)
         steps, verdicts = zip(*self._verdicts, strict=True)
         self._verdicts.clear()
-        return list(steps), torch.stack(verdicts)
+        return [*steps], torch.stack(verdicts)
 
     def handle(self, trainer: "RunTrainer", step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""
@@ -143,10 +132,8 @@ class NonFiniteUpdates:
 
 
 def rows_of_update(trainer: "RunTrainer", step: int) -> list[int]:
-    """Return the rows of the training data that an update, counted from 1, saw.
-
-    Rows of a stream are numbered as they come, those of all processes together.
-    """
+    """Return the rows of the training data that an update, counted from 1, saw; rows of a stream are numbered
+    as they come, those of all processes together."""
     n_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size  # in an update
     if trainer.row_stream is not None:
         size = n_batches * trainer.args.per_device_train_batch_size
@@ -191,8 +178,7 @@ def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
 def _is_finite(model: nn.Module, document: dict[str, list[int]]) -> bool:
     """True if the loss and gradients of one document are finite with the current weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    columns = ("input_ids", "labels")
-    inputs = {name: torch.tensor([document[name]], device=trained[0].device) for name in columns}
+    inputs = {n: torch.tensor([document[n]], device=trained[0].device) for n in ("input_ids", "labels")}
     with torch.enable_grad():
         loss = model(**inputs, use_cache=False).loss
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)

@@ -35,19 +35,12 @@ Settings = dict[str, Any]  # of a group of an optimizer, with its "params"
 
 @dataclass(frozen=True)
 class LearningRates:
-    """Rates of some of the weights; the most particular one counts.
+    """Rates of some of the weights; the most particular one counts."""
 
-    Args:
-        lora_plus_ratio: LoRA+ (Hayou et al. 2024): by how much faster LoRA's B learns than A.
-        of_embeddings: of trained embeddings and head.
-        by_name: by regular expression over names of modules; the first that matches counts.
-        of_tower, of_aligner: of these parts of a model of vision and language.
-    """
-
-    lora_plus_ratio: float | None = None
-    of_embeddings: float | None = None
-    by_name: Mapping[str, float] = field(default_factory=dict)
-    of_tower: float | None = None
+    lora_plus_ratio: float | None = None  # how much faster B learns than A (LoRA+, Hayou et al. 2024)
+    of_embeddings: float | None = None  # and of the head, where they train
+    by_name: Mapping[str, float] = field(default_factory=dict)  # regular expression -> rate; the first counts
+    of_tower: float | None = None  # this and the aligner are of a model of vision and language
     of_aligner: float | None = None
 
     def __bool__(self) -> bool:
@@ -55,11 +48,7 @@ class LearningRates:
 
 
 def check_rates(model: Any, rates: LearningRates) -> None:
-    """Refuse rates of weights that do not train, all at once.
-
-    Raises:
-        InputError: names the option.
-    """
+    """Refuse rates of weights that do not train, all at once."""
     raise_together(
         InputError(f"{option} is {rate:g}, and no weight that it is for trains; correct it, or leave it out")
         for option, rate, names in _rates_by_option(model, rates, default=1.0)
@@ -196,11 +185,7 @@ _HOST_BYTES = 4 + 8 + 2  # of a weight: the master, its moments, the copy on its
 
 
 def check_host_memory(model: nn.Module) -> None:
-    """Refuse a model whose masters do not fit into the host's memory: the system would end the process.
-
-    Raises:
-        InputError: says how much they take.
-    """
+    """Refuse a model whose masters do not fit into the host's memory: the system would end the process."""
     needed = _HOST_BYTES * sum(p.numel() for p in model.parameters() if p.requires_grad)
     free = psutil.virtual_memory().available
     if needed > free:
@@ -224,17 +209,12 @@ class CpuMasterWeights(Optimizer):
 
     `step` frees the gradients: none is there for a second look. It waits for the device, and the device for
     nothing but the weights.
-
-    Args:
-        optimizer: one of torch's, over the weights of a model, that has not stepped yet. It is taken over.
-
-    Attributes:
-        found_inf: a number on the device; where it is not 0 the next step changes nothing.
     """
 
-    found_inf: Tensor | None = None
+    found_inf: Tensor | None = None  # a number on the device; if it is not 0 the next step changes nothing
 
     def __init__(self, optimizer: Optimizer):
+        """Take over one of torch's optimizers, over the weights of a model, that has not stepped yet."""
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._masters: dict[Tensor, Tensor] = {}
         self._staged: dict[Tensor, Tensor] = {}
@@ -254,10 +234,8 @@ class CpuMasterWeights(Optimizer):
         return master
 
     def send(self, parameter: Tensor, settings: Mapping[str, object], is_bad: Tensor | None = None) -> None:
-        """Take a parameter's gradient to the host, for the next `step`, and free it on the device.
-
-        `step` leaves the parameter as it is where `is_bad`, a bool on the device.
-        """
+        """Take a parameter's gradient to the host, for the next `step`, and free it on the device. `step`
+        does nothing for it if `is_bad`, a bool on the device."""
         gradient, staged = parameter.grad, self._staged[parameter]
         assert gradient is not None
         parameter.grad = None

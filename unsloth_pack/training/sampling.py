@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import DOCUMENT
@@ -151,15 +151,3 @@ class DealtInTurn(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
-
-
-class TurnToEpoch(TrainerCallback):
-    """Sets the sampler's epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
-
-    def __init__(self, sampler: PackedSampler):
-        self.sampler = sampler
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        self.sampler.set_epoch(int(state.epoch or 0))

@@ -29,7 +29,6 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
 from unsloth_pack.data.streaming import DocumentBlock, DocumentStream, Place, Share
@@ -58,29 +57,20 @@ class Stand:
 
 
 class RowStream(IterableDataset[dict[str, Any]]):
-    """Packed rows of a stream for one of the processes that train together. They never end.
-
-    Args:
-        documents: where they come from.
-        capacity: tokens of a row.
-        seed: of the order of rows that are planned together.
-        share: of the documents that this process takes.
-        n_workers: processes that read and tokenise. Their number changes no row.
-        ahead: rows that are ready before one is given out. After a refused document this many still come, so
-            that all processes stop after the same update. A loader of images takes `decoders + 1` batches.
-        decoders: threads that decode images, each those of a batch; 0 where no row has any.
-    """
+    """Packed rows of a stream for one of the processes that train together. They never end."""
 
     def __init__(
         self,
         documents: DocumentStream,
-        capacity: int,
+        capacity: int,  # tokens of a row
         *,
-        seed: int,
-        share: Share,
-        n_workers: int,
+        seed: int,  # of the order of rows that are planned together
+        share: Share,  # of the documents that this process takes
+        n_workers: int,  # processes that read and tokenise; their number changes no row
+        # Rows that are ready before one is given out. After a refused document this many still come, so that
+        # all processes stop after the same update. A loader of images takes `decoders + 1` batches.
         ahead: int,
-        decoders: int = 0,
+        decoders: int = 0,  # threads that decode images, each those of a batch; 0 where no row has any
     ):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
         self.decoders = decoders
@@ -206,15 +196,6 @@ class RowStream(IterableDataset[dict[str, Any]]):
         finally:
             atexit.unregister(stop)
             stop()
-
-
-class EpochOfStream(TrainerCallback):
-    """The share of the updates that are done, where a trainer that goes on would begin to count anew."""
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        state.epoch = state.global_step / state.max_steps
 
 
 def state_file(process: int) -> str:

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -26,28 +27,48 @@ from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
-from unsloth_pack.training.checkpoints import (
-    DelayedSaves,
-    KeptBest,
-    WholeCheckpoints,
-    best_checkpoint,
-    has_stopped_early,
-    state_of,
-)
+from unsloth_pack.training.checkpoints import WholeCheckpoints, best_checkpoint, has_stopped_early, state_of
 from unsloth_pack.training.counters import DocumentLosses, MemoryWatch, TokenCounter, TokenCounts
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.nonfinite import NonFiniteUpdates, RunLogging
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
-from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
-from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
+from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
+from unsloth_pack.training.streaming import RowStream, loader_of
 from unsloth_pack.training.trl_setup import (
+    UNTRUE,
+    UNTRUE_OF_PACKS,
     adapted_head_allowed,
     kept_in_own_dtype,
     rows_of_an_update,
     silenced,
-    without_untrue_warnings,
 )
+
+
+class RunCallback(TrainerCallback):
+    """Adapts the trainer's state of a run: where its best checkpoint is, its epoch, when it saves.
+
+    It comes first. What stops a run comes later, and still makes a checkpoint.
+    """
+
+    def __init__(self, trainer: "RunTrainer"):
+        self._trainer = trainer
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        """Find the best checkpoint of a resumed run, which transformers forgets if the folder was moved."""
+        if (best := best_checkpoint(state, Path(str(self._trainer.args.output_dir)))) is not None:
+            state.best_model_checkpoint = str(best)
+
+    def on_epoch_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        """Set the sampler's epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
+        if self._trainer.packed_sampler is not None:
+            self._trainer.packed_sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._trainer.row_stream is not None:  # the share that is done; a resumed trainer counts anew
+            state.epoch = state.global_step / state.max_steps
+        if self._trainer.saves_later:
+            control.should_save = False
 
 
 class RunTrainer(SFTTrainer):
@@ -55,26 +76,17 @@ class RunTrainer(SFTTrainer):
 
     What is overridden of TRL and transformers is overridden here, where the order of the steps can be read.
     Its parts do the work. It logs through the hooks that a patch installs on `SFTTrainer`, with `RunLogging`.
-
-    Args:
-        row_stream: the rows, if they stream.
-        rates: of groups of weights.
-        save_delay_steps: updates at the beginning that make no checkpoint.
-        image_rows: the collator, if rows have images.
-        optimizer_in_backward: apply each gradient in the backward pass that makes it.
-        masters_on_host: keep float32 weights and the optimizer's state on the host.
-        callbacks, kwargs: of TRL's trainer.
     """
 
     def __init__(
         self,
         *,
-        row_stream: RowStream | None = None,
+        row_stream: RowStream | None = None,  # the rows, if they stream
         rates: LearningRates | None = None,
-        save_delay_steps: int = 0,
-        image_rows: ImageRowCollator | None = None,
-        optimizer_in_backward: bool = False,
-        masters_on_host: bool = False,
+        save_delay_steps: int = 0,  # updates at the beginning that make no checkpoint
+        image_rows: ImageRowCollator | None = None,  # the collator, if rows have images
+        optimizer_in_backward: bool = False,  # apply each gradient in the backward pass that makes it
+        masters_on_host: bool = False,  # keep float32 weights and the optimizer's state on the host
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
@@ -82,9 +94,8 @@ class RunTrainer(SFTTrainer):
         self._rates = rates
         self._applies_in_backward, self._masters_on_host = optimizer_in_backward, masters_on_host
         self._in_backward: InBackward | None = None  # once there is an optimizer
-        self._delayed = DelayedSaves(save_delay_steps) if save_delay_steps else None
-        first = [self._delayed] if self._delayed else []
-        super().__init__(callbacks=[*first, *callbacks, KeptBest()], **kwargs)
+        self._save_delay_steps = save_delay_steps
+        super().__init__(callbacks=[RunCallback(self), *callbacks], **kwargs)
         trained: Any = self.model
         patch = patch_of(trained)
         if image_rows is not None:
@@ -93,12 +104,8 @@ class RunTrainer(SFTTrainer):
             self.data_collator = RowCollator(self.data_collator)
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
-        self.packed_sampler = None
-        if row_stream is not None:
-            self.add_callback(EpochOfStream())
-        elif (sampler := packed_sampler(self.train_dataset, self.args, trained, image_rows)) is not None:
-            self.packed_sampler = sampler
-            self.add_callback(TurnToEpoch(sampler))
+        rows: Any = self.train_dataset
+        self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.nonfinite_updates = NonFiniteUpdates()
@@ -119,9 +126,7 @@ class RunTrainer(SFTTrainer):
         """True if FSDP2 or DeepSpeed trains."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
-    def trained_weights(self) -> dict[str, Tensor]:
-        """Gather the trained parameters, if the weights are sharded."""
-        return gather_trained(self)
+    trained_weights = gather_trained
 
     @property
     def rows_trained(self) -> int:
@@ -140,8 +145,13 @@ class RunTrainer(SFTTrainer):
             return
         if state:  # a number of updates by now, not a share of them: transformers warns of a difference
             self.args.eval_steps = state["eval_steps"]
-        with silenced("transformers.trainer", "The best checkpoint"):  # see `KeptBest`
+        with silenced("transformers.trainer", "The best checkpoint"):  # see `RunCallback`
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    @property
+    def saves_later(self) -> bool:
+        """True within the first updates, at which no checkpoint is made."""
+        return self.state.global_step < min(self._save_delay_steps, self.state.max_steps)
 
     # Starting
 
@@ -298,9 +308,7 @@ class RunTrainer(SFTTrainer):
         self.checkpoints.save(folder, step, write_all)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
-        if self._delayed is not None and self._delayed.is_early(self.state):  # no checkpoint will be there
-            return False
-        return super()._determine_best_metric(metrics, trial)
+        return not self.saves_later and super()._determine_best_metric(metrics, trial)
 
     def _load_best_model(self) -> None:
         best = best_checkpoint(self.state, Path(str(self.args.output_dir)))
@@ -340,8 +348,9 @@ def make_trainer(
     dataset: Any = train_rows if stream is None else _with_columns_of_rows(has_images)
     if has_images:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
-    is_packed = "seq_lengths" in dataset.column_names
-    with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
+    untrue = (*UNTRUE, UNTRUE_OF_PACKS) if "seq_lengths" in dataset.column_names else UNTRUE
+    trl = silenced("trl.trainer.sft_trainer", *untrue)
+    with trl, adapted_head_allowed(model), kept_in_own_dtype(model):
         trainer = RunTrainer(
             model=model,
             args=config,

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,9 +92,9 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 # TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
 # attention keeps documents apart with every backend,
-_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
+UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
 # nor that a row which was packed before holds several documents.
-_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
+UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
 
 
 @contextmanager
@@ -112,19 +112,10 @@ def silenced(logger_name: str, *untrue: str) -> Iterator[None]:
         logger.removeFilter(is_true)
 
 
-def without_untrue_warnings(is_packed: bool) -> AbstractContextManager[None]:
-    """Silence TRL's warnings about rows that a patched model keeps apart."""
-    untrue = (*_UNTRUE, _UNTRUE_OF_PACKS) if is_packed else _UNTRUE
-    return silenced("trl.trainer.sft_trainer", *untrue)
-
-
 @contextmanager
 def adapted_head_allowed(model: Any) -> Iterator[None]:
-    """Show TRL's trainer the layer below an adapter on the head, inside this context.
-
-    TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
-    TRL with the adapter counted in, see `losses.head`.
-    """
+    """Show TRL's trainer the layer below an adapter on the head, inside this context. TRL refuses the
+    adapter, but a patched model answers TRL with the adapter counted in, see `losses.head`."""
     head = model.get_output_embeddings()
     if patch_of(model) is None or not isinstance(head, BaseTunerLayer):
         yield
@@ -138,11 +129,8 @@ def adapted_head_allowed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
-    """Keep the dtype of trained weights beside LoRA's while TRL sets up a trainer.
-
-    Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
-    would no longer compute in the dtype of the layers around them.
-    """
+    """Keep the dtype of trained weights beside LoRA's while TRL sets up a trainer. Over a quantised base it
+    casts all that trains to bfloat16, whatever the dtype of the layers around."""
     own = {p: p.data for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
     yield
     for parameter, data in own.items():
