@@ -9,7 +9,7 @@ from tiny_tiles import tile_model
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
 from unsloth_pack.config.options import ImageOptions
-from unsloth_pack.run.parameters import freeze_parts
+from unsloth_pack.run.trained import freeze_parts
 
 PARTS = {"visual.blocks": "tower", "visual.merger": "aligner", "visual.deepstack": "aligner"}
 

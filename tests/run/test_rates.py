@@ -7,7 +7,7 @@ from tables import table
 from unsloth_pack.config import TrainOptions, changed, read_record
 from unsloth_pack.errors import InputError
 from unsloth_pack.run.model import load_run_model
-from unsloth_pack.run.parameters import rates_of
+from unsloth_pack.run.optimizer import rates_of
 from unsloth_pack.training.optimizers import check_rates
 
 

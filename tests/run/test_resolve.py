@@ -58,7 +58,7 @@ def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
     words = {"bias": "all", "on_nonfinite": "skip", "save_method": "lora", "dtype": "float16"}
     words |= {"loftq_config": "{}", "eval_packing": "true", "lr_scheduler_kwargs": "{}", "tuning": "full"}
     words |= {"learning_rates": '{"norm": 1}', "warmup_ratio": "0.25", "optim_args": "eps=1"}
-    words |= {"freeze_vit": "false", "attn_backend": "sdpa"}
+    words |= {"freeze_vit": "false", "attn_backend": "sdpa", "push_to_hub": "a/b"}
     was = flat(TrainOptions())
     value = words.get(name, others[type(was[name])])
     flags = [*started(folder, **was), f"--{name}={value}"]

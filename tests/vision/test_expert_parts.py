@@ -6,7 +6,7 @@ from image_models import made
 
 from unsloth_pack import FastVisionModel, InputError, patch_model
 from unsloth_pack.config.options import ImageOptions
-from unsloth_pack.run.parameters import with_parts
+from unsloth_pack.run.trained import with_parts
 
 
 @pytest.mark.parametrize(

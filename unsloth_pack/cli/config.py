@@ -7,7 +7,7 @@ from unsloth_pack.errors import InputError, printable, raise_together
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.folder import lines_with_origins
 from unsloth_pack.run.resolve import resolve
-from unsloth_pack.run.validate import check_sure, validate_file
+from unsloth_pack.run.validate import validate_file
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    asked = load([*(f"--config={name}" for name in file), *flags], _parser(), check_sure)
+    asked = load([*(f"--config={name}" for name in file), *flags], _parser())
     if action == "check" and "config" not in asked.given:
         raise InputError("config check is given no file; name one")
     with telling_places(asked):

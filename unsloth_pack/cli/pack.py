@@ -35,8 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.terminal import LastingConsole, print_packs
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.image_rows import refuse_unused_folder
-    from unsloth_pack.run.images import prepared_images
+    from unsloth_pack.run.images import image_preparation
 
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)
@@ -48,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
     sets = [each.rows for each in rows]
-    images = prepared_images(model_name, tokenizer, settings, sets, keep_bytes=not wants_paths)
+    images = image_preparation(model_name, tokenizer, settings, sets, keep_bytes=not wants_paths)
     if images is None and wants_paths:
         raise InputError("image_paths is true, and the data has no images; leave out --image_paths")
     mixture = mixed_documents(
@@ -63,8 +62,6 @@ def run(arguments: Sequence[str]) -> int:
         images=images,
     )
     documents = mixture.train
-    if images is not None:
-        refuse_unused_folder(settings, documents.has_files)
     if wants_paths and not documents.has_files:
         raise InputError("image_paths is true, and no image of the data is a file; leave out --image_paths")
     manifest = write_packs(

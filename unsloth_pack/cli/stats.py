@@ -112,15 +112,14 @@ def _sizes(text: str) -> list[list[str]]:
 
 def _mixture(flags: Mapping[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
     from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.image_rows import refuse_unused_folder
-    from unsloth_pack.run.images import prepared_images
+    from unsloth_pack.run.images import image_preparation
 
     data, settings, model_name = data_options(flags), image_options(flags), flags.get("model_name", "demo")
     rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    images = prepared_images(model_name, tokenizer, settings, [each.rows for each in rows])
+    images = image_preparation(model_name, tokenizer, settings, [each.rows for each in rows])
     mixture = mixed_documents(
         rows,
         tokenizer,
@@ -131,10 +130,7 @@ def _mixture(flags: Mapping[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
         most=data.sample_limit,
         images=images,
     )
-    if images is None:
-        return mixture, None
-    refuse_unused_folder(settings, mixture.train.has_files)
-    return mixture, images.counts(mixture.train)
+    return mixture, None if images is None else images.counts(mixture.train)
 
 
 def _print(

@@ -32,7 +32,7 @@ from unsloth_pack.run.machine import (
     wait_for_all,
 )
 from unsloth_pack.run.resolve import paths_of, resolve, with_optimizer
-from unsloth_pack.run.validate import check_output, check_sure, validate, validate_model
+from unsloth_pack.run.validate import check_output, validate, validate_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
-    asked = load(arguments, train_parser(epilog=epilog), check_sure)
+    asked = load(arguments, train_parser(epilog=epilog))
     with telling_places(asked):
         options = resolve(asked)
         validate(options)

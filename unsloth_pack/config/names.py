@@ -10,11 +10,11 @@ import yaml
 
 
 class OtherTrainers(NamedTuple):
-    """Names of other trainers: our name or the remedy by their name, the remedy by their section."""
+    """Names of other trainers: our name or the remedy by their name, and their sections."""
 
     same: dict[str, str]
     instead: dict[str, str]
-    sections: dict[str, str | None]
+    sections: list[str]
 
 
 @cache
@@ -26,7 +26,7 @@ def other_trainers() -> OtherTrainers:
         {name: key for key, names in tables[each].items() for name in names.split()}
         for each in ("same", "instead")
     )
-    return OtherTrainers(same, instead, tables["sections"])
+    return OtherTrainers(same, instead, tables["sections"].split())
 
 
 def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> str:
@@ -37,13 +37,13 @@ def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str
         known: names of options.
         spell: how an option is named in the answer.
     """
-    same, instead, sections = other_trainers()
+    same, instead, _ = other_trainers()
     whole = name.strip("-").replace("-", "_").lower()
     group, _, last = whole.rpartition(".")
-    meant = last if group in sections and last in known and whole not in (*same, *instead) else ""
-    for each in dict.fromkeys((whole, last)):
-        if not meant and each in instead:
+    for each in (whole, last):
+        if each in instead:
             return instead[each]
-        meant = meant or (same.get(each, "") if same.get(each) in known else "")
-    meant = meant or next(iter(difflib.get_close_matches(whole, known, 1, 0.75)), "")
-    return f"did you mean {spell(meant)}?" if meant else ""
+        if each in known or same.get(each) in known:
+            return f"did you mean {spell(same.get(each, each))}?"
+    close = difflib.get_close_matches(last, known, 1, 0.75)
+    return f"did you mean {spell(close[0])}?" if close else instead.get(group, "")

@@ -9,42 +9,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
-from unsloth_pack.config.values import (
-    AtLeast1,
-    Columns,
-    Count,
-    CountFrom0,
-    DataSets,
-    EvalSets,
-    FilePath,
-    Modules,
-    Names,
-    NotNegative,
-    Numbers,
-    OpenShare,
-    Patterns,
-    Positive,
-    Rates,
-    Seed,
-    Settings,
-    Share,
-    Split,
-    Wanted,
-    mistakes,
-)
+from unsloth_pack.config import values as t
 from unsloth_pack.demo import BUNDLED_MODELS
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Recompute = Annotated[
-    bool | Literal["offload", "unsloth", "auto"], Wanted("one of true, false, offload, unsloth, auto")
-]
 ALIASES = {"packing": "sample_packing"}
 _BARE = {"fsdp": "full", "use_gradient_checkpointing": "true"}  # values of flags without one
-
-
 Place = tuple[str, int]  # a file and a line
 
 
@@ -57,9 +30,9 @@ class Section(BaseModel):
 class ModelOptions(Section):
     """The model that trains, and how its frozen weights are held."""
 
-    model_name: FilePath = "demo"
+    model_name: t.FilePath = "demo"
     """MODEL: demo or vision-demo (bundled), a folder, or a name on the Hugging Face hub"""
-    max_seq_length: Count = 2048
+    max_seq_length: t.Count = 2048
     """TOKENS: longest document, or longest packed row"""
     dtype: Dtype | None = None
     """number format of the weights (default: bfloat16 if the GPU has it, else float16; float32 on a CPU)"""
@@ -78,40 +51,40 @@ class AdapterOptions(Section):
 
     tuning: Literal["lora", "full"] = "lora"
     """what trains: lora is an adapter, full the weights of the model"""
-    r: Count = 16
+    r: t.Count = 16
     """RANK: rank of the adapter; a higher one trains more weights"""
-    lora_alpha: Positive = 16.0
+    lora_alpha: t.Positive = 16.0
     """ALPHA: the adapter's output is multiplied by lora_alpha / r"""
-    lora_dropout: Share = 0.0
+    lora_dropout: t.Share = 0.0
     """SHARE: probability with which an input of the adapter is dropped"""
     bias: Literal["none", "all", "lora_only"] = "none"
     """which bias vectors train, too"""
-    random_state: Seed = 3407
+    random_state: t.Seed = 3407
     """SEED: seed of the adapter's initial weights"""
     use_rslora: bool = False
     """multiply by lora_alpha / sqrt(r) instead (rank-stabilised LoRA)"""
     use_dora: bool = False
     """also train the length of every weight vector, apart from its direction (DoRA)"""
-    loftq_config: Settings | None = None
+    loftq_config: t.Settings | None = None
     """JSON: start the adapter with LoftQ: the arguments of PEFT's LoftQConfig (default: no LoftQ)"""
-    target_modules: Modules | None = None
+    target_modules: t.Modules | None = None
     """NAMES: layers that get an adapter: names with commas between them, all-linear, or a regular expression
     of whole paths; embed_tokens and lm_head are taken too (default: the projections of the architecture)"""
-    layers_to_transform: Numbers | None = None
+    layers_to_transform: t.Numbers | None = None
     """LAYERS: numbers of the decoder layers that get an adapter, from 0 (default: all)"""
-    modules_to_save: Names | None = None
+    modules_to_save: t.Names | None = None
     """NAMES: modules that train as a whole beside the adapter, such as lm_head,norm (default: none)"""
-    train_modules: Patterns | None = None
+    train_modules: t.Patterns | None = None
     """PATTERN: regular expressions over names of modules: with tuning full nothing else trains, with lora
     they train as a whole and get no adapter (default: none)"""
-    freeze_modules: Patterns | None = None
+    freeze_modules: t.Patterns | None = None
     """PATTERN: likewise, of modules that do not train and get no adapter (default: none)"""
-    trainable_token_indices: Numbers | None = None
+    trainable_token_indices: t.Numbers | None = None
     """IDS: ids of tokens whose embeddings train, those alone (default: none)"""
-    add_tokens: FilePath | None = None
+    add_tokens: t.FilePath | None = None
     """FILE: file of new tokens, one a line, or json or yaml of token and description; their embeddings begin
     as the mean of all, or of the description's, and train (default: none)"""
-    init_adapter: Annotated[FilePath, Wanted("the folder of an adapter")] | None = None
+    init_adapter: t.FilePath | None = None
     """FOLDER: folder of an adapter that this run begins with, with a new optimizer (default: none)"""
     merge_init_adapter: bool = False
     """merge init_adapter into the base model, and train on top of it"""
@@ -120,7 +93,7 @@ class AdapterOptions(Section):
 class DataOptions(Section):
     """The documents that the model learns from, and how they become rows."""
 
-    dataset: DataSets = "demo"
+    dataset: t.DataSets = "demo"
     """DATA: demo or vision-demo (bundled), a json, jsonl, csv, parquet or txt file (text may be compressed:
     gz, zst, xz, bz2), a folder, or a name on the Hugging Face hub; several between commas, or a JSON list of
     objects with path, weight, split, limit and columns. A folder may hold what `pack` wrote"""
@@ -128,19 +101,19 @@ class DataOptions(Section):
     """how several data sets become one. concatenate: one after the other, each as often as its weight says.
     interleave_under, interleave_over: each document from a data set drawn by the weights, until the first, or
     each, has been used up"""
-    columns: Columns | None = None
+    columns: t.Columns | None = None
     """THEIRS=OURS,...: what the columns of the data are called here, such as
     question=prompt,answer=completion; a name without a second one (id=) is left out (default: the names that
     the data has)"""
-    split: Split | None = None
+    split: t.Split | None = None
     """NAME: which split of a folder or hub data set is read: train, validation, test, or another name
     (default: train)"""
-    sample_limit: Count | None = None
+    sample_limit: t.Count | None = None
     """DOCUMENTS: use the first documents alone, for a smoke run (default: all)"""
-    eval_dataset: EvalSets | None = None
+    eval_dataset: t.EvalSets | None = None
     """DATA: data to evaluate on, ten times during the run; takes what --dataset takes, of folders and hub
     data sets the split test (default: none)"""
-    eval_fraction: OpenShare | None = None
+    eval_fraction: t.OpenShare | None = None
     """SHARE: hold out this share of the documents, and evaluate on them; equal documents stay together
     (default: none)"""
     streaming: bool = False
@@ -154,9 +127,9 @@ class DataOptions(Section):
     """join the documents of a batch into one row instead of padding them"""
     eval_packing: bool | None = None
     """pack the evaluation data (default: as the training data)"""
-    max_token_loss: NotNegative = 0.01
+    max_token_loss: t.NotNegative = 0.01
     """SHARE: refuse to train if truncation and dropping discard a greater share of the tokens"""
-    num_proc: Count | None = None
+    num_proc: t.Count | None = None
     """PROCESSES: processes that read and tokenise the data (default: one for each core; with streaming, one
     beside each process that trains)"""
     train_on_responses_only: bool = False
@@ -175,18 +148,18 @@ class DataOptions(Section):
 class ImageOptions(Section):
     """For models of vision and language: the images of the rows, and the parts that train."""
 
-    image_folder: FilePath | None = None
+    image_folder: t.FilePath | None = None
     """FOLDER: folder in which the paths of images begin, and out of which none may lead (default: paths have
     to be absolute)"""
-    max_pixels: Count | None = None
+    max_pixels: t.Count | None = None
     """PIXELS: make larger images smaller, to so many pixels (default: the model's own)"""
-    min_pixels: Count | None = None
+    min_pixels: t.Count | None = None
     """PIXELS: make smaller images larger, to so many pixels (default: the model's own)"""
     skip_broken_images: bool = False
     """leave out rows with an image that cannot be read, and count them, instead of refusing them"""
     shrink_images: bool = False
     """make the images of a document smaller that would be longer than max_seq_length with them"""
-    dataloader_num_workers: CountFrom0 | None = None
+    dataloader_num_workers: t.CountFrom0 | None = None
     """PROCESSES: processes (threads of a stream) beside each that trains, which decode images; text needs
     none (default: on a GPU one for each core, at most 8; else 0)"""
     freeze_vit: bool = True
@@ -195,9 +168,9 @@ class ImageOptions(Section):
     """do not train what carries images into the language model; else it trains as a whole"""
     freeze_llm: bool = False
     """do not train the language model, which gets no adapter then"""
-    vit_lr: Positive | None = None
+    vit_lr: t.Positive | None = None
     """RATE: learning rate of the vision tower (default: learning_rate)"""
-    aligner_lr: Positive | None = None
+    aligner_lr: t.Positive | None = None
     """RATE: learning rate of the aligner (default: learning_rate)"""
 
 
@@ -206,75 +179,75 @@ class TrainingOptions(Section):
 
     objective: Literal["sft"] = "sft"
     """what is trained for: sft is the next token of the data"""
-    per_device_train_batch_size: Count | None = None
+    per_device_train_batch_size: t.Count | None = None
     """ROWS: rows of a step on each device (default: 1 with packing, else 2)"""
-    per_device_eval_batch_size: Count | None = None
+    per_device_eval_batch_size: t.Count | None = None
     """ROWS: rows of an evaluation step on each device (default: as for training)"""
-    gradient_accumulation_steps: Count = 4
+    gradient_accumulation_steps: t.Count = 4
     """STEPS: steps, each a forward and a backward pass, before the weights are updated"""
-    effective_batch_size: Count | None = None
+    effective_batch_size: t.Count | None = None
     """ROWS: rows of an update over all processes, which decides gradient_accumulation_steps (default: what
     the two options above give)"""
-    warmup_steps: CountFrom0 = 5
+    warmup_steps: t.CountFrom0 = 5
     """UPDATES: updates at the start in which the learning rate rises from 0"""
-    warmup_ratio: Share | None = None
+    warmup_ratio: t.Share | None = None
     """SHARE: likewise, as a share of all updates; in place of warmup_steps (default: as warmup_steps says)"""
-    max_steps: Count | None = None
+    max_steps: t.Count | None = None
     """UPDATES: end after so many updates (default: 400 if num_train_epochs is not given)"""
-    num_train_epochs: Positive | None = None
+    num_train_epochs: t.Positive | None = None
     """EPOCHS: end after so many passes over the data, if max_steps is not given (default: as many as
     max_steps takes)"""
-    learning_rate: Positive = 0.0002
+    learning_rate: t.Positive = 0.0002
     """RATE: highest learning rate of the run"""
-    optim: Annotated[str, Wanted("the name of an optimizer, such as adamw_torch")] | None = None
+    optim: str | None = None
     """NAME: optimizer, by its name in transformers (default: adamw_torch; on CUDA its fused form)"""
-    optim_args: Settings | None = None
+    optim_args: t.Settings | None = None
     """NAME=VALUE,...: settings of that optimizer, such as bf16_stochastic_round=true,beta2=0.95 (default: its
     own defaults)"""
-    max_grad_norm: NotNegative = 1.0
+    max_grad_norm: t.NotNegative = 1.0
     """NORM: norm that the gradients of an update are clipped to; 0 clips nothing"""
     optimizer_in_backward: bool = False
     """with tuning full, apply and free each gradient as the backward pass makes it, to save GPU memory"""
     masters_on_host: bool = False
     """with tuning full in bfloat16, hold float32 weights and the optimizer's state in host memory, and update
     there"""
-    weight_decay: NotNegative = 0.01
+    weight_decay: t.NotNegative = 0.01
     """RATE: weight decay of the trained weights"""
-    lr_scheduler_type: Annotated[str, Wanted("the name of a course, such as cosine")] = "linear"
+    lr_scheduler_type: str = "linear"
     """NAME: course of the learning rate, by its name in transformers: linear, cosine, ..."""
-    lr_scheduler_kwargs: Settings | None = None
+    lr_scheduler_kwargs: t.Settings | None = None
     """JSON: settings of that course, such as '{"min_lr": 1e-6}' (default: none)"""
-    lora_plus_ratio: AtLeast1 | None = None
+    lora_plus_ratio: t.AtLeast1 | None = None
     """RATIO: LoRA+: multiply the learning rate of each adapter's second matrix by this, often 16 (default:
     1)"""
-    embedding_learning_rate: Positive | None = None
+    embedding_learning_rate: t.Positive | None = None
     """RATE: learning rate of what trains of the embeddings and the head (default: learning_rate)"""
-    learning_rates: Rates | None = None
+    learning_rates: t.Rates | None = None
     """JSON: learning rates by regular expression over names of modules, such as '{"lm_head": 1e-5}'; the
     first that matches counts (default: none)"""
-    neftune_noise_alpha: Positive | None = None
+    neftune_noise_alpha: t.Positive | None = None
     """ALPHA: NEFTune: add noise to the embeddings in training, less in longer rows (default: no noise)"""
-    eval_steps: Count | None = None
+    eval_steps: t.Count | None = None
     """UPDATES: updates between two evaluations (default: a tenth of all updates)"""
-    early_stopping_patience: Count | None = None
+    early_stopping_patience: t.Count | None = None
     """EVALUATIONS: end after so many evaluations in a row that were no better than the best (default: no
     early stopping)"""
     load_best_model_at_end: bool = False
     """save what had the lowest evaluation loss at the end; checkpoints are made as evaluations are"""
-    use_gradient_checkpointing: Recompute = False
+    use_gradient_checkpointing: t.Recompute = False
     """save GPU memory: compute layers again in the backward pass. offload (or unsloth) also holds their
     inputs in host memory, auto recomputes as few layers as memory allows"""
-    seed: Seed = 3407
+    seed: t.Seed = 3407
     """SEED: seed of the data's order and of dropout"""
     no_probe: bool = False
     """skip the check, before the first packed step, that no document sees another"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """stop or go on after an update whose loss or gradient is not finite; it is never applied"""
-    fsdp: Annotated[FilePath, Wanted("full, keep, or the name of a file of fsdp_config")] | None = None
+    fsdp: t.FilePath | None = None
     """PRESET: divide the weights among torchrun's processes with FSDP2: full (also --fsdp alone), keep
     (weights stay gathered between forward and backward), or a json or yaml file of fsdp_config (default:
     every process holds all weights)"""
-    deepspeed: Annotated[FilePath, Wanted("zero2, zero3, or a file of DeepSpeed's settings")] | None = None
+    deepspeed: t.FilePath | None = None
     """PRESET: divide the weights with DeepSpeed: zero2, zero3, or a json or yaml file of its settings
     (default: no DeepSpeed)"""
 
@@ -282,33 +255,33 @@ class TrainingOptions(Section):
 class OutputOptions(Section):
     """What the run writes and where, and how to continue an earlier one."""
 
-    output_dir: FilePath | None = None
+    output_dir: t.FilePath | None = None
     """FOLDER: folder for the adapter, the metrics and the checkpoints (default:
     outputs/<model>-<dataset>-<time>-<4 random digits>)"""
     resume: bool = False
     """continue the run in output_dir from its last checkpoint, with its options"""
     overwrite_output_dir: bool = False
     """replace the run that output_dir holds, and other files of the names that a run writes"""
-    logging_steps: Count = 1
+    logging_steps: t.Count = 1
     """UPDATES: updates between two lines of the log"""
-    save_steps: Count | None = None
+    save_steps: t.Count | None = None
     """UPDATES: updates between two checkpoints; the last two are kept (default: a checkpoint only if the run
     is stopped)"""
-    save_delay_steps: CountFrom0 | None = None
+    save_delay_steps: t.CountFrom0 | None = None
     """UPDATES: make no checkpoint within the first so many updates, unless the run ends or is stopped
     (default: 0)"""
-    report_to: Annotated[str, Wanted("the name of one tracker, or none, or all")] = "none"
+    report_to: str = "none"
     """TRACKER: none, all, or a tracker: tensorboard, wandb, ..."""
     save_model: bool = False
     """at the end, also save the model with the adapter merged into it"""
     save_method: Literal["merged_16bit", "lora"] = "merged_16bit"
     """what save_model saves: lora is the adapter alone"""
-    save_path: FilePath | None = None
+    save_path: t.FilePath | None = None
     """FOLDER: new folder for save_model (default: merged, in output_dir)"""
-    push_to_hub: Annotated[str, Wanted("the name of a repository, OWNER/NAME, or leave it out")] | None = None
+    push_to_hub: Annotated[str, StringConstraints(pattern="/")] | None = None
     """OWNER/NAME: repository on the Hugging Face hub that gets the result at the end; needs a token and a
     network (default: nothing is uploaded)"""
-    config: FilePath | None = None
+    config: t.FilePath | None = None
     """FILE: yaml file of options, a `name: value` line for each; flags on the command line win (default:
     none)"""
 
@@ -328,7 +301,6 @@ class TrainOptions(Section):
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _files: list[str] = PrivateAttr(default_factory=list)  # that set options, those that win first
     _places: dict[str, Place | None] = PrivateAttr(default_factory=dict)  # `dataset.1.path` -> file, line
 
     @property
@@ -381,7 +353,7 @@ def _types(annotation: object) -> list[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return [each for part in get_args(annotation) for each in _types(part)]
     if get_origin(annotation) is Literal:
-        return [*get_args(annotation)]
+        return [bool if isinstance(each, bool) else each for each in get_args(annotation)]
     return [get_origin(annotation) or annotation]
 
 
@@ -433,7 +405,7 @@ def validated(values: Mapping[str, object]) -> tuple[TrainOptions, list[tuple[st
     try:
         options = TrainOptions.model_validate(nested(given))
     except ValidationError as error:
-        errors = [*mistakes(error)]
+        errors = [*t.mistakes(error)]
         wrong = {at.partition(".")[0] for at, _ in errors}
         return validated({name: value for name, value in given.items() if name not in wrong})[0], errors
     read = flat(options)

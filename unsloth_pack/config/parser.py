@@ -1,4 +1,4 @@
-"""Flags: argparse whose errors are `InputError`, all of them at once."""
+"""Flags: argparse whose errors are `InputError`."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ from unsloth_pack.config.values import read_as
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError, raise_together
 
-_TOGETHER = "its values with commas between them, or as JSON"
-
 
 class Parser(argparse.ArgumentParser):
     """Flags with underscores, spelt out in full. A flag that is not there is not in the result.
@@ -21,7 +19,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
-        self._kinds: dict[str, Any] = {}
         super().__init__(
             allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **options
         )
@@ -29,10 +26,16 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """As argparse's, with a type of pydantic."""
-        kind = options.pop("type", None)
-        action = super().add_argument(*names, **options)
-        self._kinds |= {action.dest: kind} if kind else {}
-        return action
+        if kind := options.get("type"):
+
+            def read(text: str) -> object:
+                try:
+                    return read_as(kind, text, names[0].removeprefix("--"))
+                except InputError as error:
+                    raise argparse.ArgumentTypeError(str(error)) from None
+
+            options["type"] = read
+        return super().add_argument(*names, **options)
 
     def add_switch(self, name: str, help: str) -> None:
         """Add a flag that is true when bare, and false when it is not there."""
@@ -48,53 +51,51 @@ class Parser(argparse.ArgumentParser):
         """
         each = OPTIONS[name]
         takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare else {}
-        takes |= {"action": "append"} if each.takes_several else {}
         help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
         flags = [f"--{name}" for name in each.names]
-        add = group.add_argument if group else super().add_argument
-        add(*flags, dest=name, metavar=each.unit, help=help, **takes)
+        (group or self).add_argument(*flags, dest=name, metavar=each.unit, help=help, **takes)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message if ";" in message else f"{message}; see `{self.prog} --help`")
 
-    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Read the flags that are there, by name; None where one restores a default.
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Read the flags that are there, by name: those of options as text, and None for `null`.
 
         Raises:
-            InputError: unknown flags, and values that their flags do not take.
+            InputError: unknown flags, and a flag that stands twice and takes several values.
         """
         try:
             flags, unknown = self.parse_known_args(arguments)
         except argparse.ArgumentError as error:
             self.error(str(error))
-        values, mistakes = {name: value for name, value in vars(flags).items() if name != "debug"}, []
-        own: dict[str, Any] = {}
-        for name, value in values.items():
-            if name in self._kinds:
-                try:
-                    values[name] = read_as(self._kinds[name], value, name)
-                except InputError as error:
-                    mistakes.append(error)
-            elif name in OPTIONS:
-                own[name] = value[0] if isinstance(value, list) else value
-                if isinstance(value, list) and len(value) > 1:
-                    mistakes.append(InputError(f"--{name} is given twice; give it once, {_TOGETHER}"))
-        options, errors = validated({name: value for name, value in own.items() if value != "null"})
-        values |= {name: options.given.get(name) for name in own}
-        mistakes += [InputError(text) for _, text in errors]
+        mistakes = []
+        for name, option in OPTIONS.items():
+            times = sum(word.partition("=")[0] == f"--{name}" for word in arguments)
+            if times > 1 and (option.takes_several or name == "config"):
+                mistakes.append(InputError(f"--{name} is given twice; give it once, with all of its values"))
         for word in [*unknown[:1], *(word for word in unknown[1:] if word.startswith("--"))]:
             flag = word.partition("=")[0]  # without its value, which may be secret
             mistakes.append(InputError(f"unknown argument {flag!r}; {self.remedy(flag)}"))
         raise_together(mistakes)
-        return values
+        return {n: None if v == "null" else v for n, v in vars(flags).items() if n != "debug"}
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Read the flags that are there, by name, without those that restore a default.
+
+        Raises:
+            InputError: as `read`, and values that their flags do not take.
+        """
+        values = self.read(arguments)
+        own = {name: value for name, value in values.items() if name not in OPTIONS}
+        options, errors = validated({name: value for name, value in values.items() if name in OPTIONS})
+        raise_together(InputError(text) for _, text in errors)
+        return own | options.given
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
         known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
-        if flag.endswith((".yaml", ".yml")) and "config" in known:
-            return f"give --config {flag}"
         if not flag.startswith("-"):
-            return f"give a flag {_TOGETHER}"
+            return "begin a flag with --, and put commas between its values"
         return suggest(flag, known, lambda name: f"--{name}") or f"see `{self.prog} --help`"
 
 

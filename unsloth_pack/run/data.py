@@ -36,9 +36,7 @@ from unsloth_pack.run.image_rows import (
     StreamedImageRows,
     check_files_of_packs,
     check_of_text,
-    check_one_can_be_decoded,
     images_of_run,
-    refuse_unused_folder,
     saved_with_model,
 )
 from unsloth_pack.run.images import ImagePreparation, image_ids_of, refuse_image_tokens, takes_images
@@ -59,7 +57,6 @@ class PreparedRows:
         fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
         packs: the manifest, if the rows were packed on disk.
         parts: the data sets of the rows; empty for packs.
-        has_files: an image of them is a file, or may be.
     """
 
     rows: Dataset | RowStream
@@ -67,7 +64,6 @@ class PreparedRows:
     fingerprint: str
     packs: PackManifest | None = None
     parts: tuple[Part, ...] = ()
-    has_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,12 +130,6 @@ def build_data(
         evaluation = builder.packed_rows(eval_packs)
     elif eval_loaded:
         evaluation = builder.evaluation_rows(eval_loaded)
-    if images is not None:
-        refuse_unused_folder(image_options, train.has_files or bool(evaluation and evaluation.has_files))
-    if images is not None and image_options.skip_broken_images:
-        check_one_can_be_decoded(images, train.rows, "learned")
-        if evaluation is not None:
-            check_one_can_be_decoded(images, evaluation.rows, "evaluated")
     beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
     return TrainingData(train, evaluation, images, beside)
 
@@ -196,14 +186,13 @@ class _Builder:
         """Rows that were packed on disk."""
         packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer))
         check_token_ids(rows, self._vocab_size)
-        has_files = False
         if packs.images is not None and self._images is not None:
-            has_files = check_files_of_packs(folder, rows, self._images)
+            check_files_of_packs(folder, rows, self._images)
         elif packs.images is None:
             self._refuse_image_tokens(rows, f"{folder} row", "pack the data anew, with its images")
             rows = rows if self._images is None else without_images(rows, is_packed=True)
         self._check_token_loss(str(folder), packs.ledger, packs.capacity, are_packed=True)
-        return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs, has_files=has_files)
+        return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
 
     def training_rows(self, loaded: list[RowsOfSet]) -> tuple[PreparedRows, PreparedRows | None]:
         """The rows to train on, and those that are held out."""
@@ -253,8 +242,7 @@ class _Builder:
             Part(data_set.name, data_set.weight, documents.unused_columns[number])
             for number, data_set in enumerate(stream.data_sets)
         )
-        # Later rows may have files
-        return PreparedRows(rows, ledger, documents.fingerprint, None, parts, has_files=True)
+        return PreparedRows(rows, ledger, documents.fingerprint, None, parts)
 
     def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
         """The documents of data sets, all of whose tokens have an embedding, and not too many are lost."""
@@ -290,4 +278,4 @@ class _Builder:
         rows = documents.rows
         if is_packed:
             rows = pack_documents(documents, self._capacity, self._data.num_proc)
-        return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts, documents.has_files)
+        return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts)

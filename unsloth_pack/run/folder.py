@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.checkpoints.names import (
     ADAPTER,
@@ -21,7 +23,6 @@ from unsloth_pack.checkpoints.names import (
 )
 from unsloth_pack.config import OPTIONS, SECTIONS, TrainOptions, flat
 from unsloth_pack.config.options import OutputOptions
-from unsloth_pack.config.yaml12 import line_of
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, errors_of
@@ -45,10 +46,6 @@ _MAY_BE_FILES = (
 )
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
 _RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
-_SUFFIXES = (
-    *(".json", ".jsonl", ".safetensors", ".png", ".html", ".md", ".jinja"),
-    *(".txt", ".model", ".tmp", ".yaml"),
-)
 _REPLACEABLE = sorted({"lengths.png", "loss.png", "report.html", CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
 
 
@@ -117,6 +114,12 @@ def lines_with_origins(options: TrainOptions) -> Iterator[str]:
                 yield _line(f"  {line_of(name, value)}", _why(name, value, options))
 
 
+def line_of(name: str, value: object) -> str:
+    """`name: value` as one line of YAML."""
+    flow = yaml.safe_dump({name: value}, default_flow_style=True, sort_keys=False, width=10**9)
+    return str(flow).strip()[1:-1]
+
+
 def _line(line: str, origin: str) -> str:
     return f"{line:{_WIDEST + len(line) - len(line.lstrip())}}  # {origin}"
 
@@ -128,14 +131,12 @@ def _origin(options: TrainOptions, name: str) -> str:
 
 def _why(name: str, value: object, options: TrainOptions) -> str:
     """Why an option has a value that is not given."""
+    option, of_demo = OPTIONS[name], DEFAULTS[options.model.model_name] if options.is_demo else {}
     if options.output.resume:
         return "the run that is resumed"
-    option, of_demo = OPTIONS[name], DEFAULTS[options.model.model_name] if options.is_demo else {}
-    if value != option.default and (name in of_demo or (of_demo and name == "dataset")):
-        return "default of the demo"
-    if value is None:
-        return f"default: {option.shown_default}"
-    return "default" if value == option.default else "follows from other options"
+    if value != option.default:
+        return "default of the demo" if {name} & {"dataset", *of_demo} else "follows from other options"
+    return "default" if value is not None else f"default: {option.shown_default}"
 
 
 # Folders that cannot be written to, or hold files that the run would replace.
@@ -150,9 +151,7 @@ def check_folders(
         sources: the paths of the data.
         merges_adapter: the run merges `init_adapter` into its base model first.
     """
-    folder, is_main = output.folder, is_main_process()
-    if not str(output.output_dir).strip():
-        return
+    folder = output.folder
     check_writable("output_dir", folder)
     for path in sources:
         if os.path.isdir(path) and folder.resolve().is_relative_to(Path(path).resolve()):
@@ -161,29 +160,22 @@ def check_folders(
                 "another folder"
             )
     may_replace = output.overwrite_output_dir or output.resume
-    yield from _check_files(output, folder, may_replace, is_main)
+    yield from _check_files(output, folder, may_replace)
     if output.resume:
         yield from errors_of(_check_resumable, folder)
-    base = folder / MERGED_BASE
-    if (
-        merges_adapter
-        and is_main
-        and os.path.lexists(base)
-        and not (may_replace and _has_merged_base(folder))
-    ):
+    base, is_own = folder / MERGED_BASE, may_replace and _has_merged_base(folder)
+    if merges_adapter and is_main_process() and os.path.lexists(base) and not is_own:
         yield InputError(
             f"merge_init_adapter puts the merged model into {str(base)!r}, which is there already; give "
             "another --output_dir"
         )
-    if output.save_path is not None and output.save_path.strip():
-        yield from _check_save_path(Path(output.save_path), folder, may_replace, merges_adapter)
+    if output.save_path is not None:
+        yield from errors_of(_check_save_path, Path(output.save_path), folder, may_replace)
 
 
-def _check_files(
-    output: OutputOptions, folder: Path, may_replace: bool, is_main: bool
-) -> Iterator[InputError]:
+def _check_files(output: OutputOptions, folder: Path, may_replace: bool) -> Iterator[InputError]:
     """Refuse a folder with files of another model or run, or of the names that a run writes."""
-    begins, config = f"output_dir {str(folder)!r} holds", folder / RUN_CONFIG
+    begins, config, is_main = f"output_dir {str(folder)!r} holds", folder / RUN_CONFIG, is_main_process()
     in_the_way = next((name for name in _REPLACEABLE if os.path.lexists(folder / name)), None)
     if holds_model(folder) and not (may_replace and _is_full_run(folder)):
         yield InputError(f"{begins} a model; give another folder")
@@ -201,25 +193,19 @@ def _check_files(
         yield InputError(f"{begins} a {RUN_CONFIG} that no run wrote; move it, or give another folder")
 
 
-def _check_save_path(
-    target: Path, folder: Path, may_replace: bool, merges_adapter: bool
-) -> Iterator[InputError]:
-    begins, inside = f"save_path {str(target)!r}", target.resolve().is_relative_to(folder.resolve())
-    first = target.resolve().relative_to(folder.resolve()).parts[:1] if inside else ()
-    if inside and not first:
-        yield InputError(f"{begins} is output_dir, which gets the adapter; give another folder")
-    elif first and (first[0].startswith((".", "checkpoint-")) or first[0].endswith(_SUFFIXES)):
-        yield InputError(f"{begins} is where the run itself writes in output_dir; give another folder")
-    elif merges_adapter and first == (MERGED_BASE,):
-        yield InputError(
-            f"{begins} is where merge_init_adapter puts the model that the run begins with; give another "
-            "folder"
+def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
+    """Refuse a folder that is not new, or where the run itself writes: names with a dot, checkpoints."""
+    real, here = target.resolve(), folder.resolve()
+    is_taken = target.is_symlink() and target.parent.resolve() == here
+    if real.is_relative_to(here):
+        first = (*real.relative_to(here).parts, ".")[0]
+        is_taken |= "." in first or first.startswith("checkpoint-") or first == MERGED_BASE
+    if is_taken:
+        raise InputError(
+            f"save_path is {str(target)!r}, where the run itself writes in output_dir, or a link; give "
+            "another folder, without a dot in its name"
         )
-    elif target.is_symlink() and target.parent.resolve() == folder.resolve():
-        yield InputError(f"{begins} is a link; remove it, or give the folder that it points to")
-    else:
-        is_own = may_replace and _is_of_the_run(target, folder)
-        yield from errors_of(check_new_folder, "save_path", target, is_own)
+    check_new_folder("save_path", target, may_replace and _is_of_the_run(target, folder))
 
 
 def _is_full_run(folder: Path) -> bool:

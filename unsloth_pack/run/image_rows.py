@@ -1,7 +1,6 @@
 """The images of a run: whether its rows have some, how they are prepared, and what is checked of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from unsloth_pack.checkpoints.loading import find_model, load_config
 from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
-from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES
-from unsloth_pack.data.streaming import Place, Share
 from unsloth_pack.data.tokenize import SpanMaker
-from unsloth_pack.errors import InputError, raise_together
+from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import (
     ImageDocumentMaker,
     holds_images,
@@ -34,14 +31,9 @@ from unsloth_pack.run.images import (
     preparation_of,
     preparation_of_packs,
     refuse_image_tokens,
-    takes_images,
 )
-from unsloth_pack.run.validate import image_options_left_out
-from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
-from unsloth_pack.training.streaming import RowStream
 
 _BATCH = 1000  # rows whose images are looked at at a time
-_FIRST_DOCUMENTS = 1000  # of a stream, one of which has to have images that can be decoded
 _OF_A_FILE = ("path", "size", "mtime_ns", "sha256", "row", "column")
 
 
@@ -61,20 +53,13 @@ def images_of_run(
         packs: the folders of packed rows.
 
     Raises:
-        InputError: they cannot be prepared; or options of images are given and there are none.
+        InputError: they cannot be prepared.
     """
     images = preparation_of_packs(model_name, tokenizer, options, packs)
     if images is None or any(map(holds_images, rows)):
         settings = options if images is None else images.options
         is_said = is_stream and options.image_folder is not None
         images = image_preparation(model_name, tokenizer, settings, rows, are_expected=is_said)
-    if images is None:
-        why = "the data has no images"
-        if is_stream:
-            why = "the first rows have no images (if later ones do, give --image_folder)"
-        if not takes_images(model_name):
-            why = f"{model_name} takes no images"
-        raise_together(image_options_left_out(options, why))
     return images
 
 
@@ -98,45 +83,21 @@ def saved_with_model(
     return tokenizer if images is None else images.processor
 
 
-# Check the files of images, and that one of the images can be decoded.
-
-
-def refuse_unused_folder(options: ImageOptions, has_files: bool) -> None:
-    """Refuse an image folder where no image of the data is a file.
-
-    Raises:
-        InputError: names the folder.
-    """
-    if options.image_folder is not None and not has_files:
-        raise InputError(
-            f"image_folder is {options.image_folder!r}, and no image of the data is a file; leave out "
-            "--image_folder (null in a config file)"
-        )
-
-
-def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -> bool:
+def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -> None:
     """Refuse packs whose images are files that the image folder does not hold as they were packed.
 
     Where broken images are skipped, files may be missing or changed.
 
-    Returns:
-        Whether an image is a file.
-
     Raises:
         InputError: names the packs, the row of the data, the file and the remedy.
     """
-    has_files = False
     for table in scan(rows, [IMAGES], _BATCH):
         for image in _files_in(table):
-            has_files = True
             try:
                 source_from_record(image, images.folder)
-            except UnreadableImage as error:
-                if not images.options.skip_broken_images:
-                    raise UnreadableImage(f"{packs}: {error}") from None
             except InputError as error:
-                raise InputError(f"{packs}: {error}") from None
-    return has_files
+                if not (isinstance(error, UnreadableImage) and images.options.skip_broken_images):
+                    raise InputError(f"{packs}: {error}") from None
 
 
 def _files_in(table: Table) -> list[dict[str, Any]]:
@@ -149,40 +110,6 @@ def _files_in(table: Table) -> list[dict[str, Any]]:
         for values in zip(*columns, strict=True):
             files[values[0]] = {"bytes": None, **dict(zip(_OF_A_FILE, values, strict=True))}
     return [*files.values()]
-
-
-def check_one_can_be_decoded(images: ImagePreparation, rows: Dataset | RowStream, what: str) -> None:
-    """Refuse rows of which nothing is left without the documents whose images cannot be decoded.
-
-    Mostly the first row has a whole image, and is the only one that is decoded.
-
-    Raises:
-        InputError: names the first broken image.
-    """
-    is_stream, skipping, first = isinstance(rows, RowStream), images.collator(), None
-    documents: Any = islice(_documents(rows), _FIRST_DOCUMENTS) if isinstance(rows, RowStream) else rows
-    for document in documents:
-        row: dict[str, Any] = {**document, COLUMN: document[IMAGES]}
-        if (skipping([row])["labels"] != IGNORE_INDEX).any():
-            return
-        first = first or row
-    if first is None:
-        return
-    try:
-        ImageRowCollator(images.make_images, images.token_ids, images.folder)([first])
-    except UnreadableImage as error:
-        which = "each of the first documents" if is_stream else "each document"
-        raise InputError(
-            f"nothing would be {what}, since {which} has an image that cannot be used, such as {error}"
-        ) from None
-
-
-def _documents(stream: RowStream) -> Iterator[Mapping[str, Any]]:
-    """The documents of the first pass over a stream."""
-    for block in stream.documents.blocks(Place(), Share()):
-        yield from block.documents()
-        if block.ends_pass:
-            return
 
 
 # Rows with images in a stream, and rows of text for a model that takes images.

@@ -20,7 +20,7 @@ from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
-from unsloth_pack.errors import InputError, raise_together, written
+from unsloth_pack.errors import InputError, written
 from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.family import ImageFamily
@@ -39,7 +39,6 @@ from unsloth_pack.images.processor import (
 )
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
-from unsloth_pack.run.validate import image_options_left_out
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _BATCH = 1000  # documents whose tokens are looked at at a time
@@ -268,25 +267,6 @@ def image_preparation(
     if not has_images:
         return None
     return preparation_of(find_processor_folder(model_name), config, tokenizer, options, keep_bytes)
-
-
-def prepared_images(
-    model_name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    options: ImageOptions,
-    rows: Iterable[Dataset],
-    **how: Any,
-) -> ImagePreparation | None:
-    """How the images of a subcommand are prepared, see `image_preparation`.
-
-    Raises:
-        InputError: also where options of images are given, and there are none.
-    """
-    images = image_preparation(model_name, tokenizer, options, rows, **how)
-    if images is None:
-        why = "the data has no images" if takes_images(model_name) else f"{model_name} takes no images"
-        raise_together(image_options_left_out(options, why))
-    return images
 
 
 def refuse_images(model_name: str, rows: Iterable[Dataset], why: str) -> None:

@@ -1,7 +1,6 @@
 """The machine that a command runs on, the processes of a run, and the folders that it may write to."""
 
 import os
-import re
 import reprlib
 import tempfile
 from pathlib import Path
@@ -103,25 +102,20 @@ def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None
 def check_picture(name: str, path: Path) -> None:
     """Refuse a file to draw into that cannot be written, or that holds something else than a picture."""
     check_writable(name, path.parent)
-    if path.is_dir():
-        raise InputError(f"{name} is {str(path)!r}, which is a folder; give a file")
     if path.suffix not in ("", *_PICTURES):
         raise InputError(f"{name} is {str(path)!r}; give a name that ends in one of {', '.join(_PICTURES)}")
-    start = path.read_bytes()[:8] if path.is_file() else b""
-    if start and not start.startswith(tuple(_PICTURES.values())):
+    if path.is_dir() or (path.is_file() and not path.read_bytes().startswith((*_PICTURES.values(),))):
         raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
 
 
 def check_writable(name: str, folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, without making it."""
-    if any(len(os.fsencode(part)) > 255 for part in folder.parts) or re.search(r"[\0-\x1f\x7f]", str(folder)):
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts) or not str(folder).isprintable():
         raise InputError(f"{name} is {reprlib.repr(str(folder))}, which cannot name a folder; give another")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
     try:
         with tempfile.TemporaryFile(dir=existing):  # it has no name, so nobody sees it
             pass
     except OSError as error:
         why = f"{str(existing)!r} cannot be written to ({error.strerror})"
-        raise InputError(f"{name} is {str(folder)!r} but {why}; give another folder") from None
+        raise InputError(f"{name} is {str(folder)!r}, but {why}; give another folder") from None

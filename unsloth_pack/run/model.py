@@ -17,13 +17,8 @@ from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.checkpoints.new_tokens import add_to_model, rows_to_train
 from unsloth_pack.checkpoints.saving import save_in_own_dtype
 from unsloth_pack.config import flat
-from unsloth_pack.config.options import (
-    AdapterOptions,
-    ImageOptions,
-    ModelOptions,
-    Recompute,
-    TrainingOptions,
-)
+from unsloth_pack.config.options import AdapterOptions, ImageOptions, ModelOptions, TrainingOptions
+from unsloth_pack.config.values import Recompute
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.memory.checkpointing import enable_checkpointing
@@ -31,8 +26,8 @@ from unsloth_pack.modules import train_only
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.run.from_adapter import held_by_run
 from unsloth_pack.run.machine import is_main_process, wait_for_all
-from unsloth_pack.run.parameters import freeze_parts, rates_of, with_parts
-from unsloth_pack.run.trained import adapter_arguments
+from unsloth_pack.run.optimizer import rates_of
+from unsloth_pack.run.trained import adapter_arguments, freeze_parts, with_parts
 from unsloth_pack.training.checkpoints import last_checkpoint
 from unsloth_pack.training.distributed import loaded_whole
 from unsloth_pack.training.optimizers import check_host_memory, check_rates

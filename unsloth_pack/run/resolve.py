@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.config import TrainOptions, changed, flat, load, read_record, telling_places
+from unsloth_pack.config import OPTIONS, TrainOptions, changed, flat, load, read_record, telling_places
 from unsloth_pack.config.options import DataOptions
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
@@ -86,6 +86,7 @@ FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "sa
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
 # What a run reads
 _SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
+_CHOOSING_ROWS = ("mixture", "columns", "split", "sample_limit", "eval_fraction")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -194,21 +195,20 @@ def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOpt
         requested: the values that were given, now or when the resumed run began, by name.
     """
     if folder := packs_in(options.data.dataset):
-        _refuse_choice_of_rows(options.data, requested, folder)
         packs = read_manifest(folder)
         fixed = {"sample_packing": True, "padding_free": True}
         fixed |= {"train_on_responses_only": packs.train_on_responses_only}
-        _refuse_otherwise(requested, fixed, folder)
+        # The rows are chosen already
+        chosen = {name: OPTIONS[name].default for name in _CHOOSING_ROWS}
         length = requested.get("max_seq_length", packs.capacity)
+        _refuse_otherwise({**requested, "max_seq_length": length}, fixed | chosen, folder, packs.capacity)
         options = changed(options, {**fixed, "max_seq_length": length})
-        _check_capacity(folder, packs.capacity, length)
     if options.data.eval_dataset and (folder := packs_in(options.data.eval_dataset)):
         packs = read_manifest(folder)
         fixed = {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only}
-        _refuse_otherwise(flat(options.data), fixed, folder)
+        _refuse_otherwise(flat(options), fixed, folder, packs.capacity)
         _refuse_otherwise(requested, {"eval_packing": True}, folder)
         options = changed(options, {"eval_packing": True})
-        _check_capacity(folder, packs.capacity, options.model.max_seq_length)
     return options
 
 
@@ -227,27 +227,16 @@ def packs_in(named: Named) -> Path | None:
     return folder
 
 
-def _refuse_choice_of_rows(data: DataOptions, requested: Mapping[str, object], folder: Path) -> None:
-    for name in ("mixture", "columns", "split", "sample_limit", "eval_fraction"):
-        if name in requested and getattr(data, name) != getattr(DataOptions(), name):
-            is_held_out = name == "eval_fraction"
-            way = "give --eval_dataset" if is_held_out else f"give --{name} to `unsloth-pack pack`"
-            raise InputError(
-                f"{name} is set, and the rows in {folder} are packed already, each with several documents; "
-                f"{way}, or train on the data that it was packed from"
-            )
-
-
-def _refuse_otherwise(requested: Mapping[str, object], fixed: Mapping[str, object], folder: Path) -> None:
+def _refuse_otherwise(
+    requested: Mapping[str, Any], fixed: Mapping[str, object], folder: Path, capacity: int = 0
+) -> None:
     for name, value in fixed.items():
         if requested.get(name, value) != value:
             raise InputError(
                 f"{name} is {written(requested[name])}, but {written(value)} for the packed rows in "
-                f"{folder}; give --{name} {written(value)}, or other data"
+                f"{folder}; leave out --{name} or give it to `unsloth-pack pack`, or give other data"
             )
-
-
-def _check_capacity(folder: Path, capacity: int, max_seq_length: int) -> None:
+    max_seq_length = requested.get("max_seq_length", capacity)
     if max_seq_length < capacity:
         raise InputError(
             f"max_seq_length is {max_seq_length} and {folder} holds rows of up to {capacity} tokens; "

@@ -1,19 +1,36 @@
-"""The parts of a model that train, from the options: checked without weights."""
+"""The parts of a model that train, from the options: checked without weights, chosen, and frozen."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from unsloth_pack.checkpoints.loading import auto_class, load_config
 from unsloth_pack.checkpoints.new_tokens import rows_to_train
 from unsloth_pack.config import flat
-from unsloth_pack.config.options import AdapterOptions, ModelOptions
+from unsloth_pack.config.options import AdapterOptions, ImageOptions
 from unsloth_pack.errors import InputError, errors_of
-from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
-from unsloth_pack.lora.trained_parts import check_parts, check_rows_apart, refuse_adapted_rows
+from unsloth_pack.lora.targets import (
+    NO_LAYERS,
+    limit_to_text_model,
+    list_expert_layers,
+    lora_targets,
+    refuse_on_stacks,
+)
+from unsloth_pack.lora.trained_parts import (
+    TrainedParts,
+    VisionParts,
+    build_pattern,
+    check_parts,
+    check_rows_apart,
+    list_aligner_modules,
+    list_tower_layers,
+    refuse_adapted_rows,
+    vision_targets,
+)
 from unsloth_pack.modules import (
     check_matches,
     chosen_modules,
@@ -21,24 +38,23 @@ from unsloth_pack.modules import (
     parameter_paths,
     train_only,
 )
-from unsloth_pack.run.from_adapter import LOADED_IN, adapted_by_options, check_same_parts, modules_meant
 
-_LIMITING = ("target_modules", "train_modules", "freeze_modules", "layers_to_transform")
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
 _NOT_ON_EXPERTS = ("lora_dropout", "use_dora", "loftq_config")
+_NAMED = (
+    *("target_modules", "train_modules", "freeze_modules", "layers_to_transform", "modules_to_save"),
+    *("trainable_token_indices", *_NOT_ON_EXPERTS),
+)
+_FROZEN = {"tower": "freeze_vit", "aligner": "freeze_aligner", "decoder": "freeze_llm"}
 
 
-def check_names_of_modules(
-    adapter: AdapterOptions, options: ModelOptions, source: str
-) -> Iterator[InputError]:
+def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[InputError]:
     """Refuse names and patterns that the model does not have, before its weights are loaded.
 
     Args:
         source: folder or name of the base model.
     """
-    named = (*_LIMITING, "modules_to_save", "trainable_token_indices")
-    is_named = any(getattr(adapter, name) is not None for name in named)
-    if not is_named and not any(getattr(adapter, name) for name in _NOT_ON_EXPERTS):
+    if not any(getattr(adapter, name) for name in _NAMED):
         return
     config = load_config(source)
     with torch.device("meta"):
@@ -48,19 +64,15 @@ def check_names_of_modules(
     unmatched = [each for item in patterns.items() for each in errors_of(check_matches, *item, paths)]
     yield from unmatched
     yield from _check_frozen(model, adapter)
-    if adapter.tuning == "full" and not unmatched:
-        train_only(model, adapter.train_modules, adapter.freeze_modules)
     if adapter.tuning == "full":
+        if not unmatched:
+            train_only(model, adapter.train_modules, adapter.freeze_modules)
         return
     arguments = adapter_arguments(model, adapter)
     further = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
-    if adapter.init_adapter is not None and not adapter.merge_init_adapter:
-        yield from errors_of(check_same_parts, model, adapter, arguments)
-    saved = None if adapter.modules_to_save is None else [*adapter.modules_to_save]
     yield from errors_of(_check_targets, model, adapter, further)
-    yield from errors_of(check_parts, model, adapter.bias, saved, further)
+    yield from errors_of(check_parts, model, adapter.bias, adapter.modules_to_save, further)
     yield from _check_rows_apart(model, adapter)
-    yield from _check_quantised(model, options, arguments["modules_to_save"] or ())
 
 
 def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[str, Any]:
@@ -83,25 +95,23 @@ def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[s
 
 def _check_frozen(model: PreTrainedModel, adapter: AdapterOptions) -> Iterator[InputError]:
     """Refuse modules and rows that are to train and that `freeze_modules` freezes."""
-    if not adapter.freeze_modules:
-        return
-    is_frozen = compile_patterns(adapter.freeze_modules)
-    for path in sorted(modules_meant(model, adapter.modules_to_save or ())):
-        if any(is_frozen(f"{path}.{name}") for name, _ in model.get_submodule(path).named_parameters()):
-            yield InputError(
-                f"modules_to_save trains {path} as a whole, and freeze_modules freezes it; give whole "
-                "paths in modules_to_save, or freeze less"
-            )
-            break
+    is_frozen = compile_patterns(adapter.freeze_modules or ())
+    # PEFT reads the ends of paths: `norm` is also the end of `input_layernorm`
+    whole = tuple(adapter.modules_to_save or ("/",))
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    for option, n_ends in (("add_tokens", 1 + (adapter.tuning != "full")), ("trainable_token_indices", 1)):
-        weights = [end.weight for end in ends[:n_ends] if end is not None]
-        for path, parameter in model.named_parameters(remove_duplicate=False):
-            is_asked = getattr(adapter, option) is not None and any(parameter is each for each in weights)
-            if is_asked and is_frozen(path):
+    n_new = 0 if adapter.add_tokens is None else 1 if adapter.tuning == "full" else 2
+    wanted = {
+        "modules_to_save": [module for path, module in model.named_modules() if path.endswith(whole)],
+        "add_tokens": ends[:n_new],
+        "trainable_token_indices": ends[: adapter.trainable_token_indices is not None],
+    }
+    for option, modules in wanted.items():
+        weights = {weight for module in modules if module is not None for weight in module.parameters()}
+        for path, weight in model.named_parameters(remove_duplicate=False):
+            if weight in weights and is_frozen(path):
                 yield InputError(
-                    f"{option} trains rows of {path.rpartition('.')[0]}, and freeze_modules freezes that; "
-                    f"freeze less, or leave out {option}"
+                    f"{option} trains {path.rpartition('.')[0]}, and freeze_modules freezes it; freeze less, "
+                    f"or leave it out of {option} by its whole path"
                 )
                 break
 
@@ -110,10 +120,6 @@ def _check_targets(model: PreTrainedModel, adapter: AdapterOptions, further: Map
     wanted = {**further, **{name: getattr(adapter, name) for name in _NOT_ON_EXPERTS}}
     targets = lora_targets(model, adapter.target_modules, wanted)
     refuse_on_stacks(targets, wanted)
-    excluded, layers = further.get("exclude_modules"), further.get("layers_to_transform")
-    if not adapted_by_options(model, adapter.target_modules, excluded, layers):
-        given = [name for name in _LIMITING if getattr(adapter, name) is not None]
-        raise InputError(f"no layer is left for an adapter by {' and '.join(given)}; choose others")
     refuse_adapted_rows(model, targets.paths, further.get("trainable_token_indices"), tied_head=True)
     if adapter.add_tokens is not None:
         refuse_adapted_rows(model, targets.paths, rows_to_train(model, [0]), "add_tokens", tied_head=True)
@@ -131,16 +137,78 @@ def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterat
     yield from errors_of(check_rows_apart, model, whole, rows, "train_modules")
 
 
-def _check_quantised(
-    model: PreTrainedModel, options: ModelOptions, modules: Sequence[str]
-) -> Iterator[InputError]:
-    """Refuse to train layers as a whole that will be quantised."""
-    loaded = next((name for name in LOADED_IN if getattr(options, name)), None)
-    for path, module in model.get_decoder().named_modules() if loaded else ():
-        is_meant = any(f".{path}".endswith(f".{name}") or name.endswith(f".{path}") for name in modules)
-        if isinstance(module, nn.Linear) and is_meant:
-            yield InputError(
-                f"{loaded} is set, and modules_to_save or train_modules names {path}, whose weight would be "
-                f"quantised and has no gradient; drop {loaded}, or leave that module out"
+def with_parts(model: PreTrainedModel, arguments: dict[str, Any], images: ImageOptions) -> dict[str, Any]:
+    """Arguments of `get_peft_model` that put an adapter on the parts that are not frozen.
+
+    Args:
+        arguments: for the language model.
+
+    Raises:
+        InputError: the tower is to have an adapter beside all linear layers of a model with experts, or a
+            module is to train whole in a part that an option freezes.
+    """
+    _refuse_frozen(model, arguments["modules_to_save"] or (), images)
+    whole = [] if images.freeze_aligner else [*list_aligner_modules(model)]
+    saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
+    targets = _targets(model, arguments["target_modules"], images)
+    return arguments | {"target_modules": targets, "modules_to_save": saved or None}
+
+
+def _refuse_frozen(model: PreTrainedModel, modules: Collection[str], images: ImageOptions) -> None:
+    """Refuse modules that train whole, by the ends of their paths, in a part that does not train."""
+    parts = VisionParts.locate(model)
+    for path, _ in model.named_modules():
+        name = next((name for name in modules if path == name or path.endswith(f".{name}")), None)
+        option = _FROZEN[parts.owner(path)]
+        if name is not None and option != "freeze_vit" and getattr(images, option):  # that is its default
+            raise InputError(
+                f"{option} is true, and modules_to_save names {name}, of what it freezes; leave out one of "
+                "them"
             )
-            return
+
+
+def _targets(model: PreTrainedModel, names: str | Collection[str] | None, images: ImageOptions) -> Any:
+    if isinstance(names, str) and names != "all-linear":  # a pattern of whole paths, of any part
+        return names
+    if images.freeze_vit:
+        return NO_LAYERS if images.freeze_llm else names
+    if images.freeze_llm or names is None:
+        trained = TrainedParts(vision_layers=True, language_layers=not images.freeze_llm, aligner=False)
+        return vision_targets(model, trained)[0]
+    of_experts = list_expert_layers(model)
+    if of_experts and names == "all-linear":
+        raise InputError(
+            "freeze_vit is false and target_modules 'all-linear', which would mean routers of experts too; "
+            "give --target_modules names"
+        )
+    of_text = limit_to_text_model(model, names if isinstance(names, str) else [*names], {}, [])
+    chosen = [path for path in of_experts if path.rpartition(".")[2] in names]
+    return build_pattern([*list_tower_layers(model), *of_text, *chosen])
+
+
+def freeze_parts(model: nn.Module, images: ImageOptions, begun_with: str | None = None) -> None:
+    """Freeze the parts that the options freeze in a model whose weights train already.
+
+    Args:
+        begun_with: the adapter that the run goes on with; each part that is not frozen has to train in it.
+
+    Raises:
+        InputError: a part that is to train does not, or nothing is left.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    parts = VisionParts.locate(base)
+    trains = dict.fromkeys(_FROZEN, False)
+    for path, parameter in model.named_parameters():
+        part = parts.owner(path.removeprefix("base_model.model."))
+        if getattr(images, _FROZEN[part]):
+            parameter.requires_grad_(False)
+        else:
+            trains[part] = trains[part] or parameter.requires_grad
+    for name, option in _FROZEN.items():
+        if begun_with is not None and not getattr(images, option) and not trains[name]:
+            raise InputError(
+                f"{option} is false, and init_adapter {begun_with!r} has nothing of that part; give "
+                f"--{option}, or --merge_init_adapter to train a new adapter on top of it"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("the options freeze all that would train; freeze less")

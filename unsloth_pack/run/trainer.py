@@ -10,8 +10,7 @@ from trl import SFTConfig
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import DataOptions, ImageOptions, OutputOptions, TrainingOptions
 from unsloth_pack.run.data import TrainingData
-from unsloth_pack.run.optimizer import arguments_of, check_optimizer
-from unsloth_pack.run.parameters import rates_of
+from unsloth_pack.run.optimizer import arguments_of, check_optimizer, rates_of
 from unsloth_pack.run.sharding import sharding_arguments
 from unsloth_pack.training.checkpoints import EarlyStopping
 from unsloth_pack.training.trainer import RunTrainer, make_trainer

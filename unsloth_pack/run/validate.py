@@ -4,8 +4,7 @@
 """
 
 import os
-from collections.abc import Collection, Iterator
-from importlib.util import find_spec
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from unsloth_pack.checkpoints.names import MODEL_CONFIG, check_model_there, is_adapter
@@ -15,32 +14,22 @@ from unsloth_pack.config.options import (
     AdapterOptions,
     ImageOptions,
     ModelOptions,
-    OutputOptions,
     TrainingOptions,
-    names_in,
 )
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError, errors_of, raise_together, require_whole, written
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.folder import check_folders
 from unsloth_pack.run.from_adapter import init_adapter_mistakes, saved_config
-from unsloth_pack.run.hub import check_hub, check_repository
+from unsloth_pack.run.hub import check_hub
 from unsloth_pack.run.machine import device_type
-from unsloth_pack.run.optimizer import ROUNDING, check_schedule, check_settings, names_in_library
+from unsloth_pack.run.optimizer import ROUNDING, check_schedule, check_settings
 from unsloth_pack.run.resolve import evaluation_sets, paths_of, training_sets
 from unsloth_pack.run.sharding import check_sharding, check_sharding_here
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
-
-_TRACKERS = ("integrations/integration_utils", "INTEGRATION_TO_CALLBACK")
-_PACKAGES_OF_TRACKERS = {  # of those that have another name, or none
-    "azure_ml": ("azureml",),
-    "flyte": ("flytekit",),
-    "kubeflow": ("transformers",),
-    "tensorboard": ("tensorboard", "tensorboardX"),
-}
 
 
 def validate(options: TrainOptions) -> None:
@@ -49,14 +38,12 @@ def validate(options: TrainOptions) -> None:
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    output = options.output
+    repository = options.output.push_to_hub
     raise_together(
         _mistakes_anywhere(options),
-        _wrong_names(options, tries=False),
         check_sharding_here(options.training),
         _wrong_folders(options),
-        errors_of(check_hub, output.push_to_hub) if output.push_to_hub is not None else (),
-        _check_tracker_is_installed(output),
+        errors_of(check_hub, repository) if repository is not None else (),
     )
 
 
@@ -84,8 +71,8 @@ def validate_model(options: TrainOptions) -> None:
         InputError: names the option, its value and the remedy.
     """
     raise_together(
-        _wrong_names(options),
-        _check_tracker_is_configured(options.output),
+        errors_of(check_schedule, options.training),
+        errors_of(_check_tracker, options.output.report_to),
         errors_of(_check_loading, options.model, options.adapter),
         _check_dtype(options.model, options.adapter, options.training),
         _check_model(options),
@@ -102,38 +89,15 @@ def validate_file(options: TrainOptions) -> None:
     of_model: Iterator[InputError] = iter(())
     if name in BUNDLED_MODELS or os.path.isfile(os.path.join(name, MODEL_CONFIG)):
         of_model = _check_fits(options, str(BUNDLED_MODELS.get(name, name)))
-    raise_together(_mistakes_anywhere(options), _wrong_names(options), of_model)
-
-
-def check_sure(options: TrainOptions, wrong: Collection[str]) -> None:
-    """Refuse contradictions and unknown names that are sure although other options are wrong.
-
-    Args:
-        options: without those that are wrong.
-        wrong: names of these, and of options that misspelt names may mean.
-
-    Raises:
-        InputError: names the options and the remedy.
-    """
-    given = options.given.keys()
-    doubtful = [*wrong]
-    if "lr_scheduler_type" not in given:
-        doubtful.append("lr_scheduler_type")  # the demo has another default
-
-    def are_given(error: InputError) -> bool:
-        """A contradiction with an option that is not given may be one with a misspelt option."""
-        names = names_in(str(error).partition("; ")[0])
-        return len(names) > 1 and {*names} <= given
-
-    contradicting = (error for error in contradictions(options) if are_given(error))
-    raise_together(_wrong_names(options, doubtful), contradicting)
+    raise_together(_mistakes_anywhere(options), of_model)
 
 
 def _mistakes_anywhere(options: TrainOptions) -> Iterator[InputError]:
     """Contradictions, and paths at which nothing lies. Names on the hub are not looked up."""
-    data, name, repository = options.data, options.model.model_name, options.output.push_to_hub
+    data, name = options.data, options.model.model_name
     yield from contradictions(options)
-    yield from init_adapter_mistakes(options.adapter, name, options.given)
+    yield from check_settings(options.training)
+    yield from errors_of(raise_together, init_adapter_mistakes(options.adapter, name, options.given))
     yield from errors_of(raise_together, check_sharding(options.training))
     for each in training_sets(data):
         yield from errors_of(each.check_there, data.streaming)
@@ -147,51 +111,16 @@ def _mistakes_anywhere(options: TrainOptions) -> Iterator[InputError]:
         )
     if options.adapter.add_tokens is not None:
         yield from errors_of(read_new_tokens, options.adapter.add_tokens)
-    if repository is not None:
-        yield from errors_of(check_repository, repository)
 
 
-def _wrong_names(
-    options: TrainOptions, doubtful: Collection[str] = (), *, tries: bool = True
-) -> Iterator[InputError]:
-    """Refuse an optimizer, a schedule or a tracker that is unknown, and settings that it does not take.
+def _check_tracker(name: str) -> None:
+    from transformers.integrations import get_available_reporting_integrations
 
-    Args:
-        doubtful: options that are wrong, so that what goes with one of them cannot be judged.
-        tries: make the schedule, for which torch is imported.
-    """
-
-    def is_judged(*names: str) -> bool:
-        return bool({*names} & options.given.keys()) and not {*names} & {*doubtful}
-
-    knows_rate, report_to = "learning_rate" not in doubtful, options.output.report_to
-    if is_judged("lr_scheduler_type", "lr_scheduler_kwargs"):
-        yield from check_schedule(options.training, knows_rate=knows_rate, tries=tries)
-    if is_judged("optim", "optim_args"):
-        yield from check_settings(options.training)
-    known = ("none", "all", *names_in_library(*_TRACKERS))
-    if is_judged("report_to") and report_to not in known:
-        yield InputError(f"report_to is {report_to!r}; choose one of {', '.join(known)}")
-
-
-def _check_tracker_is_installed(output: OutputOptions) -> Iterator[InputError]:
-    name = output.report_to
-    packages = _PACKAGES_OF_TRACKERS.get(name, (name,))
-    if name in names_in_library(*_TRACKERS) and not any(map(find_spec, packages)):
-        yield _tracker_missing(name)
-
-
-def _check_tracker_is_configured(output: OutputOptions) -> Iterator[InputError]:
-    """Refuse a tracker that transformers finds no use for: some are installed, and not configured."""
-    if output.report_to not in ("none", "all"):
-        from transformers.integrations import get_available_reporting_integrations
-
-        if output.report_to not in get_available_reporting_integrations():
-            yield _tracker_missing(output.report_to)
-
-
-def _tracker_missing(name: str) -> InputError:
-    return InputError(f"report_to is {name!r}, which is not installed; pip install {name}, or use none")
+    known = ("none", "all", *get_available_reporting_integrations())
+    if name not in known:
+        raise InputError(
+            f"report_to is {name!r}, which is unknown or not here; give one of {', '.join(known)}"
+        )
 
 
 def _check_loading(model: ModelOptions, adapter: AdapterOptions) -> None:
@@ -205,21 +134,17 @@ def _check_loading(model: ModelOptions, adapter: AdapterOptions) -> None:
 def _check_dtype(
     model: ModelOptions, adapter: AdapterOptions, training: TrainingOptions
 ) -> Iterator[InputError]:
-    """Refuse stochastic rounding and float32 masters where the type of the weights has no use for them."""
+    """Refuse stochastic rounding and float32 masters where the weights are not in bfloat16."""
     from unsloth_pack.checkpoints.loading import weight_dtype
 
-    is_full, rounds = adapter.tuning == "full", (training.optim_args or {}).get(ROUNDING)
-    dtype = str(weight_dtype(model.dtype, is_full)).removeprefix("torch.")
-    if str(rounds).lower() == "true" and not (is_full and dtype == "bfloat16"):
-        trains = f"dtype is {dtype}" if is_full else "an adapter trains in float32"
+    is_full = adapter.tuning == "full"
+    dtype = str(weight_dtype(model.dtype, is_full)).removeprefix("torch.") if is_full else "float32"
+    rounds = str((training.optim_args or {}).get(ROUNDING)).lower() == "true"
+    if dtype == "float32" and (rounds or training.masters_on_host):
+        name = "masters_on_host" if training.masters_on_host else f"optim_args {ROUNDING}"
         yield InputError(
-            f"optim_args has {ROUNDING}, which rounds weights in bfloat16, and {trains}; give --tuning full "
-            "--dtype bfloat16, or leave it out"
-        )
-    if training.masters_on_host and dtype == "float32":
-        yield InputError(
-            "masters_on_host is set and dtype is float32, in which weights need no masters; give --dtype "
-            "bfloat16, or leave it out"
+            f"{name} is set, and what trains is in float32; give --tuning full --dtype bfloat16, or leave "
+            "it out"
         )
 
 
@@ -258,7 +183,7 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
         yield from errors_of(require_whole, "r", adapter.r, 1, config.hidden_size)
     if not hasattr(whole, "vision_config"):
         yield from image_options_left_out(options.images, f"{model.model_name} takes no images")
-    yield from check_names_of_modules(adapter, model, source)
+    yield from check_names_of_modules(adapter, source)
 
 
 def image_options_left_out(images: ImageOptions, why: str) -> Iterator[InputError]:
