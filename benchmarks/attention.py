@@ -32,6 +32,7 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -394,7 +395,8 @@ def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
         options = AttentionOptions(q.shape[-1] ** -0.5, case.window)
-        return kernel.call(q, k, v, cu_seqlens, case.longest, options)
+        row: Any = SimpleNamespace(cu_seqlens=cu_seqlens, longest=case.longest)
+        return kernel.call(q, k, v, row, options)
 
     return attend
 

@@ -316,10 +316,7 @@ def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
     here = torch.cuda.get_device_capability()
     kernels = [k for k in flash._kernels() if k.capability <= here and k.serves(head_dim, options)]
     assert kernels
-    runs = {
-        kernel.name: (lambda *x, k=kernel: k.call(*x[:3], x[3].cu_seqlens, x[3].longest, options), 1.5)
-        for kernel in kernels
-    }
+    runs = {kernel.name: (lambda *x, k=kernel: k.call(*x, options), 1.5) for kernel in kernels}
     sizes = [(4, head_dim), (2, head_dim), (2, head_dim)]
     assert_no_less_exact(lengths, options, sizes, torch.bfloat16, runs)
 
@@ -348,7 +345,7 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     tensors = [torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2)]
     row = PackedRow.of_lengths(lengths, torch.device("cpu"))
     kernel = flash_attn_4()
-    out = kernel.call(*tensors, row.cu_seqlens, row.longest, options)
+    out = kernel.call(*tensors, row, options)
     assert torch.equal(out, written_out(*tensors, lengths, options))
     assert "softcap" in kernel.options
     assert "dropout_p" not in kernel.options

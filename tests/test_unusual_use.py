@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
-from unsloth_pack.attention.sdpa import attend_dense, causal_mask
+from unsloth_pack.attention.sdpa import attend_dense, build_mask
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.lora.linear import Recipe, cast_input
 from unsloth_pack.memory.checkpointing import enable_checkpointing
@@ -329,7 +329,7 @@ def test_an_input_changed_in_place_is_not_computed_again():
 def test_slots_of_a_static_cache_that_hold_no_key_yet_are_not_looked_at(softcap):
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
     options = AttentionOptions(0.3, softcap=softcap)
-    expected = attend_dense(q, k[:, :, :3], v[:, :, :3], causal_mask(3, 3, None, q.device), options)
+    expected = attend_dense(q, k[:, :, :3], v[:, :, :3], build_mask(3, 3, None, q.device), options)
     k[:, :, 3:], v[:, :, 3:] = torch.nan, torch.nan
     assert error(attend_dense(q, k, v, None, options), expected) < 1e-12
 
@@ -337,7 +337,7 @@ def test_slots_of_a_static_cache_that_hold_no_key_yet_are_not_looked_at(softcap)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_mask_may_be_added(softcap):
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
-    mask, options = causal_mask(3, 5, 2, q.device), AttentionOptions(0.3, softcap=softcap)
+    mask, options = build_mask(3, 5, 2, q.device), AttentionOptions(0.3, softcap=softcap)
     added = torch.zeros(3, 5, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
     assert error(attend_dense(q, k, v, added, options), attend_dense(q, k, v, mask, options)) < 1e-12
 

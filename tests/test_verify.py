@@ -277,8 +277,8 @@ def test_attention_that_is_wrong_beyond_its_first_tile(monkeypatch):
     """As kernels that take 128 tokens at a time may be."""
     right = BACKENDS["sdpa"]
 
-    def leaking(q, k, v, row, options, sinks):
-        out = right.attend(q, k, v, row, options, sinks)
+    def leaking(q, k, v, row, options):
+        out = right.attend(q, k, v, row, options)
         return torch.cat([out[:128], out[128:] + 1e-2 * v[0].sum()])
 
     monkeypatch.setitem(BACKENDS, "sdpa", replace(right, attend=leaking))

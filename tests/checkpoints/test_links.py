@@ -6,7 +6,6 @@ import pytest
 
 from unsloth_pack.checkpoints.atomic import atomic_dir
 from unsloth_pack.report.callbacks import MetricsFile
-from unsloth_pack.report.metrics import MetricsFile
 
 
 @pytest.fixture

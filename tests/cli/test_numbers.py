@@ -10,7 +10,7 @@ from cli_runs import losses, read_metrics
 from safetensors.torch import load_file, save_file
 
 from unsloth_pack.cli import main
-from unsloth_pack.memory.advice import MemoryAdvice, MemoryUse
+from unsloth_pack.memory.advice import MemoryUse, advise
 
 POISON = "~"  # a character whose embedding is infinite
 
@@ -188,7 +188,7 @@ def use(**known):
 
 def advice(use, **flags):
     settings = {"max_seq_length": 8192, "batch_size": 1, "accumulation": 4}
-    return str(MemoryAdvice(use, **(settings | {"recomputes_all": True, "quantised": False} | flags)))
+    return advise(use, **(settings | {"recomputes_all": True, "quantised": False} | flags))
 
 
 def test_the_remedy_is_computed():

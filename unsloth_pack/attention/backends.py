@@ -29,7 +29,7 @@ class Backend:
 
     # explains in one clause why it cannot serve a need; None if it can
     why_unavailable: Callable[[AttentionNeed], str | None]
-    # `[N, H, D]` from q, k, v, the row, the options, and the sinks `[H]` or None
+    # `[N, H, D]` from q, k, v, the row and the options; and from `sinks_H` if these have sinks
     attend: Callable[..., Tensor]
     kernel_name: Callable[[AttentionNeed], str | None] = lambda need: None  # of several
     can_be_captured: bool = False  # CUDA graphs can hold it: it reads nothing of the row on the host
@@ -86,7 +86,7 @@ def attend(
     """
     need = _read_need(q_NHD, v_NKV, options)
     name, _ = choose_backend(backend, need)
-    out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+    out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
     if not len(row.blocks):
         return out_NHV
     return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)
@@ -132,16 +132,16 @@ def _run(
     v_NKV: Tensor,
     row: PackedRow,
     options: AttentionOptions,
-    sinks_H: Tensor | None = None,
-    **other_keys: PackedRow,
+    **more: Tensor | PackedRow | None,
 ) -> Tensor:
     """Return `[N, H, V]`. Zeros behind q and k change none of their products; those behind v are cut off."""
     size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
+    more = {name: value for name, value in more.items() if value is not None}
     if size == size_of_v or backend.takes_other_v:
-        return backend.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
+        return backend.attend(q_NHD, k_NKD, v_NKV, row, options, **more)
     most = max(size, size_of_v)
     qkv = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q_NHD, k_NKD, v_NKV))
-    return backend.attend(*qkv, row, options, sinks_H, **other_keys)[..., :size_of_v]
+    return backend.attend(*qkv, row, options, **more)[..., :size_of_v]
 
 
 def requested_backend(name: str) -> tuple[str, str]:
@@ -175,7 +175,12 @@ def why_passed_over(name: str, need: AttentionNeed) -> str | None:
 def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
     """Return the backend that serves `need`, and why; BackendUnavailable if the requested one cannot."""
     if name == "auto":
-        chosen, why = _choose_fastest(need)
+        skipped = []
+        for chosen in BACKENDS:  # later ones are not tried: some compile
+            if (passed_over := why_passed_over(chosen, need)) is None:
+                break
+            skipped.append(f"{chosen}: {passed_over}")
+        why = f"fastest that can run here ({'; '.join(skipped)})" if skipped else "fastest of all"
     elif reason := why_unavailable(name, need):
         able = [candidate for candidate in BACKENDS if why_unavailable(candidate, need) is None]
         raise BackendUnavailable(
@@ -198,17 +203,6 @@ def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
     )
 
 
-def _choose_fastest(need: AttentionNeed) -> tuple[str, str]:
-    """Return the first backend that `auto` may take, and why. Later ones are not tried: some compile."""
-    skipped = []
-    for name in BACKENDS:
-        reason = why_passed_over(name, need)
-        if reason is None:
-            break
-        skipped.append(f"{name}: {reason}")
-    return name, f"fastest that can run here ({'; '.join(skipped)})" if skipped else "fastest of all"
-
-
 def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
     device = torch.device(need.device_type)
     row = PackedRow.of_lengths((3, 5), device)
@@ -225,7 +219,7 @@ def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             like = torch.zeros((), dtype=need.dtype, device=device)
             q, k, v = (like.new_zeros(8, *shape, requires_grad=True) for shape in shapes)
             sinks = like.new_zeros(2) if need.options.sinks else None
-            _run(backend, q, k, v, row, need.options, sinks).sum().backward()
+            _run(backend, q, k, v, row, need.options, sinks_H=sinks).sum().backward()
     except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None

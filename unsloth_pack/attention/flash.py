@@ -48,15 +48,13 @@ def attend(
     v_NKD: Tensor,
     row: PackedRow,
     options: AttentionOptions,
-    sinks_H: Tensor | None = None,
     keys: PackedRow | None = None,
 ) -> Tensor:
-    assert sinks_H is None  # `why_unavailable` refuses them
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
     assert kernel is not None  # `why_unavailable` checks it
     q_NHD, k_NKD, v_NKD = map(_align, (q_NHD, k_NKD, v_NKD))
-    return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options, keys)
+    return kernel.call(q_NHD, k_NKD, v_NKD, row, options, keys)
 
 
 def _align(x_NHD: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ class VarlenKernel:
     name: str  # for reports
     function: Callable[..., Any]  # of q, k, v, `cu_seqlens` and the longest document of each, then options
     capability: tuple[int, int] = (8, 0)  # the least for its forward and backward pass
-    head_dims: tuple[int, ...] | None = None  # the sizes that it is trusted with; None for all
+    head_dims: tuple[int, ...] = ()  # the sizes that it is trusted with; none for all
 
     @cached_property
     def options(self) -> set[str]:
@@ -104,37 +102,35 @@ class VarlenKernel:
 
     def serves(self, head_dim: int, options: AttentionOptions) -> bool:
         """Return whether it is trusted with this head size and has all options in use."""
-        if self.head_dims is not None and head_dim not in self.head_dims:
-            return False
-        needed = {"softcap": options.softcap is not None, "dropout_p": options.dropout > 0}
-        return all(name in self.options for name, is_needed in needed.items() if is_needed)
+        lacks_softcap = options.softcap is not None and "softcap" not in self.options
+        lacks_dropout = options.dropout > 0 and "dropout_p" not in self.options
+        is_trusted = not self.head_dims or head_dim in self.head_dims
+        return is_trusted and not lacks_softcap and not lacks_dropout
 
     def call(
         self,
         q_NHD: Tensor,
         k_NKD: Tensor,
         v_NKD: Tensor,
-        cu_seqlens: Tensor,
-        longest: int,
+        row: PackedRow,
         options: AttentionOptions,
         keys: PackedRow | None = None,
     ) -> Tensor:
         """Return `[N, H, D]`; the last query of a segment faces the last of other keys."""
         # FlashAttention counts the keys before the query, transformers the query too
         before = -1 if options.window is None else options.window - 1
-        after = 0 if options.causal else -1
-        options_by_name = {
+        named = {
             "scale": options.scale,
             "softmax_scale": options.scale,
             "causal": options.causal,
-            "window_size": (before, after),
+            "window_size": (before, 0 if options.causal else -1),
             "softcap": options.softcap or 0.0,
             "dropout_p": options.dropout,
             "enable_gqa": True,
         }
-        chosen = {name: value for name, value in options_by_name.items() if name in self.options}
-        key_seqlens, longest_key = (cu_seqlens, longest) if keys is None else (keys.cu_seqlens, keys.longest)
-        segments = cu_seqlens, key_seqlens, longest, longest_key
+        chosen = {name: value for name, value in named.items() if name in self.options}
+        keys = row if keys is None else keys
+        segments = row.cu_seqlens, keys.cu_seqlens, row.longest, keys.longest
         out = self.function(q_NHD, k_NKD, v_NKD, *segments, **chosen)
         return out[0] if isinstance(out, tuple) else out
 
@@ -144,25 +140,15 @@ def flash_attn_4() -> VarlenKernel:
     from flash_attn.cute import flash_attn_varlen_func
 
     def varlen(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        window_size: tuple[int, int],
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, *segments: object,
+        softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # Its "no window" is None: it takes -1 beside a 0 as a real bound
-        bound = window_size[0] if window_size[0] >= 0 else None
-        window = window_size if min(window_size) >= 0 else (bound, None)
+        before, after = window_size
+        window = (before if before >= 0 else None, after if min(window_size) >= 0 else None)
+        named = zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), segments, strict=True)
         return flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size=window,
+            q, k, v, **dict(named), softmax_scale=softmax_scale, causal=causal, window_size=window,
             softcap=softcap,
         )  # fmt: skip
 
@@ -221,14 +207,8 @@ def why_no_xformers(need: AttentionNeed) -> str | None:
 
 
 def attend_by_xformers(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    row: PackedRow,
-    options: AttentionOptions,
-    sinks_H: Tensor | None = None,
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
 ) -> Tensor:
-    assert sinks_H is None  # `why_unavailable` refuses them
     from xformers import ops
 
     refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel

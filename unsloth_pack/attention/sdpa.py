@@ -10,7 +10,7 @@ eagerly, for long documents block by block, and again in the backward pass.
 Without a causal mask a batch holds segments of one length. Segments with other keys run one by one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,30 +48,19 @@ def attend(
 ) -> Tensor:
     if keys is not None:
         return _attend_other_keys(q_NHD, k_NKD, v_NKD, row, options, keys)
-    if not options.causal:
-        return _attend_whole_segments(q_NHD, k_NKD, v_NKD, row, options)
     outs = []
-    for stack_SL in row.stacks:
+    for stack_SL in row.stacks if options.causal else row.equal_stacks:  # nothing else would hide padding
         q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         length = stack_SL.shape[1]
         window = None if options.window is None or options.window >= length else options.window
-        if window is not None or (_is_eager(options) and length > _EAGER_BLOCK):
+        if not options.causal:
+            out_SLHD = _attend_fused((q, k, v), options)
+        elif window is not None or (_is_eager(options) and length > _EAGER_BLOCK):
             out_SLHD = _attend_in_blocks((q, k, v), window, row, options, sinks_H)
         else:
             out_SLHD = attend_dense(q, k, v, None, options, sinks_H)
         outs.append(out_SLHD.flatten(0, 1))
-    return torch.cat(outs)[row.unstack]
-
-
-def _attend_whole_segments(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
-) -> Tensor:
-    """Attend in both directions; segments of one length form a batch, as nothing would hide padding."""
-    outs = []
-    for stack_SL in row.equal_stacks:
-        q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-        outs.append(_attend_fused((q, k, v), options).flatten(0, 1))
-    return torch.cat(outs)[row.unstack_equal]
+    return torch.cat(outs)[row.unstack if options.causal else row.unstack_equal]
 
 
 def _attend_other_keys(
@@ -84,7 +73,7 @@ def _attend_other_keys(
         q, k, v = (x.transpose(0, 1)[None] for x in segment)
         sizes, window, mask = (q.shape[2], k.shape[2]), options.window, None
         if window is not None and window < sizes[1]:
-            build = partial(window_mask, *sizes, window, row.device)
+            build = partial(build_mask, *sizes, window, row.device, is_causal=False)
             mask = row.once(("window mask", window, sizes), build)
         outs.append(_attend_fused((q, k, v), options, mask)[0])
     return torch.cat(outs)
@@ -93,13 +82,17 @@ def _attend_other_keys(
 def _attend_in_blocks(
     qkv: QKV, window: int | None, row: PackedRow, options: AttentionOptions, sinks_H: Tensor | None
 ) -> Tensor:
-    """Attend block by block of queries; eager logits of long documents are built again in the backward."""
+    """Attend block by block of queries, each to the keys that it can reach.
+
+    Eager logits of long documents are built again in the backward pass.
+    """
     (q_SHLD, k_SKLD, v_SKLD), outs = qkv, []
-    is_recomputed = _is_eager(options) and q_SHLD.shape[2] > _EAGER_BLOCK
+    length = q_SHLD.shape[2]
+    is_recomputed = _is_eager(options) and length > _EAGER_BLOCK
 
     def attend_block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         sizes = q.shape[2], k.shape[2]
-        build = partial(causal_mask, *sizes, window, row.device)
+        build = partial(build_mask, *sizes, window, row.device)
         mask = build() if is_recomputed else row.once(("window mask", window, sizes), build)
         return attend_dense(q, k, v, mask, options, sinks)
 
@@ -108,16 +101,11 @@ def _attend_in_blocks(
         keeps_state = options.dropout > 0
         run = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=keeps_state)
     size = _EAGER_BLOCK if is_recomputed else max(window or 0, _SHORTEST_BLOCK)
-    for queries, keys in _blocks(q_SHLD.shape[2], size, window):
-        outs.append(run(q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H))
-    return torch.cat(outs, dim=1)
-
-
-def _blocks(length: int, size: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Cut queries into blocks, each with the keys that it can reach."""
     for start in range(0, length, size):
         end = min(start + size, length)
-        yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
+        keys = slice(0 if window is None else max(0, start - window + 1), end)
+        outs.append(run(q_SHLD[:, :, start:end], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H))
+    return torch.cat(outs, dim=1)
 
 
 def attend_dense(
@@ -152,7 +140,7 @@ def attend_dense(
             k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
         return _attend_fused((q_BHTD, k_BKSD, v_BKSD), options, mask, is_causal)
     if is_causal:
-        mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
+        mask = build_mask(n_queries, n_queries, None, q_BHTD.device)
     return _attend_eager((q_BHTD, k_BKSD, v_BKSD), mask, options, sinks_H).transpose(1, 2)
 
 
@@ -171,21 +159,14 @@ def _is_eager(options: AttentionOptions) -> bool:
     return options.softcap is not None or options.sinks
 
 
-def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+def build_mask(
+    n_queries: int, n_keys: int, window: int | None, device: torch.device, is_causal: bool = True
+) -> Tensor:
     """Build `[queries, keys]` bool, True where a query may look; the last query faces the last key."""
-    age = _age(n_queries, n_keys, device)
-    return (age >= 0) if window is None else (age >= 0) & (age < window)
-
-
-def window_mask(n_queries: int, n_keys: int, window: int, device: torch.device) -> Tensor:
-    """Build the same for queries that see all keys behind them."""
-    return _age(n_queries, n_keys, device) < window
-
-
-def _age(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
-    """Return `[queries, keys]`: how many tokens a key lies before a query."""
     queries = torch.arange(n_keys - n_queries, n_keys, device=device)
-    return queries[:, None] - torch.arange(n_keys, device=device)[None, :]
+    age = queries[:, None] - torch.arange(n_keys, device=device)[None, :]
+    is_seen = age >= 0 if is_causal else torch.ones_like(age, dtype=torch.bool)
+    return is_seen if window is None else is_seen & (age < window)
 
 
 def _attend_eager(qkv: QKV, mask: Tensor | None, options: AttentionOptions, sinks_H: Tensor | None) -> Tensor:

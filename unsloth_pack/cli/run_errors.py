@@ -28,7 +28,7 @@ def explained(folder: Path, trainer: "RunTrainer | None" = None, **options: obje
 
     Args:
         trainer: while it trains. Bad input is then an error of its own, and its memory is looked at.
-        options: of `MemoryAdvice`.
+        options: of `memory.advice.advise`.
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
@@ -59,14 +59,14 @@ def explained(folder: Path, trainer: "RunTrainer | None" = None, **options: obje
 
 
 def _advice(trainer: "RunTrainer", error: BaseException, options: dict[str, Any]) -> str:
-    from unsloth_pack.memory.advice import MemoryAdvice
+    from unsloth_pack.memory.advice import advise
 
     model: Any = trainer.model
     use = trainer.memory_watch.use_at(error, model, trainer.optimizer)
     if use is None:
         return "not in a step of training; lower --per_device_eval_batch_size, or end what else uses the GPU"
     rows, steps = trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
-    return str(MemoryAdvice(use, batch_size=rows, accumulation=steps, **options))
+    return advise(use, batch_size=rows, accumulation=steps, **options)
 
 
 def check_finite(trainer: "RunTrainer") -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -111,25 +111,10 @@ class LabelledHead:
         return kernel(hidden_BTC, head.weight, self._labelled, **of_head, extra=extra, **options)
 
 
-class Loss(Protocol):
-    """The loss of a training step, as a patched model computes it: `model.training_loss`."""
-
-    def __call__(
-        self,
-        labelled: LabelledHead,
-        hidden_BTC: Tensor,
-        row: PackedRow | None,
-        num_items: Tensor | float | None,
-    ) -> Tensor:
-        """Compute the loss, a number.
-
-        Args:
-            labelled: the head and the labels.
-            hidden_BTC: the decoder's last hidden state.
-            row: which tokens form a document; None for an ordinary batch.
-            num_items: labels of the whole update, if a trainer has counted them.
-        """
-        ...
+# `model.training_loss(labelled, hidden_BTC, row, num_items)`: the loss of a training step, a number, from the
+# head and labels, the decoder's last hidden state, the documents (None for an ordinary batch), and the number
+# of labels in the whole update, if a trainer has counted them
+Loss = Callable[[LabelledHead, Tensor, PackedRow | None, Tensor | float | None], Tensor]
 
 
 def cross_entropy(
@@ -156,18 +141,11 @@ def loss_output(
 
     return LossOutput(
         loss=loss,
-        logits=_LazyLogits(make_logits),  # type: ignore[arg-type]  # read as a tensor
+        logits=make_logits,  # type: ignore[arg-type]  # read as a tensor
         past_key_values=decoded.past_key_values,
         hidden_states=decoded.hidden_states,
         attentions=decoded.attentions,
     )
-
-
-@dataclass(frozen=True)
-class _LazyLogits:
-    """The placeholder in an output for logits that were not read yet."""
-
-    make: Callable[[], Tensor]
 
 
 @dataclass
@@ -175,18 +153,18 @@ class LossOutput(MoeCausalLMOutputWithPast):
     """A model's output whose `logits` are computed when first read: most steps never do.
 
     They are there by name, key and place, as transformers' are. `values()` and `items()`, by which wrappers
-    rebuild an output, pass on the placeholder.
+    rebuild an output, pass on the function that computes them.
     """
 
     @property  # type: ignore[misc]  # in place of a field
     def logits(self) -> Tensor | None:
         logits = self.__dict__.get("logits")
-        if isinstance(logits, _LazyLogits):
-            logits = self.logits = logits.make()
+        if callable(logits):
+            logits = self.logits = logits()
         return logits
 
     @logits.setter
-    def logits(self, value: "Tensor | _LazyLogits | None") -> None:
+    def logits(self, value: Tensor | Callable[[], Tensor] | None) -> None:
         self.__dict__["logits"] = value
 
     def __getitem__(self, key: object) -> Any:
@@ -222,10 +200,10 @@ def count_head_outputs(model: Any) -> int | None:
 def why_head_not_fused(model: Any) -> str | None:
     """Return why a model's head must compute logits, or None."""
     head = model.get_output_embeddings()
+    linear, _ = _unwrap(head)
     if is_managed_by_fsdp(head):  # FSDP looks for tensors in every field of an output
         return "FSDP shards the head"
-    linear, _ = _unwrap(head)
-    if linear is not head and (why := _why_wrapper_not_fused(head)) is not None:
+    if why := _why_wrapper_not_fused(head):
         return why
     if type(linear) is not nn.Linear:  # quantised, or wrapped in another way
         return f"the head is a {type(linear).__name__}"
@@ -272,23 +250,19 @@ def _unwrap(head: object) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
 
 
 def _why_wrapper_not_fused(head: Any) -> str | None:
-    if isinstance(head, ModulesToSaveWrapper):
-        return None
-    if isinstance(head, TrainableTokensWrapper | TrainableTokensLayer):
-        layer = head.token_adapter if isinstance(head, TrainableTokensWrapper) else head
+    layer = head.token_adapter if isinstance(head, TrainableTokensWrapper) else head
+    if isinstance(layer, TrainableTokensLayer):
         if layer.base_layer.bias is not None:  # PEFT ignores it
             return "tokens of a head with a bias are trained"
         return "several adapters train tokens of the head" if len(layer.active_adapters) > 1 else None
-    if head.disable_adapters or head.merged:
+    if not isinstance(head, LoraLinear) or layer.disable_adapters or layer.merged:
         return None
-    why = why_not_fused(head)
-    if why is None:
-        (name,) = head.active_adapters
-        if getattr(head.lora_dropout[name], "p", 0):
-            why = "LoRA dropout"
-        elif head.lora_B[name].bias is not None:
-            why = "its bias is trained"
-    return None if why is None else f"the head has an adapter: {why}"
+    if why := why_not_fused(layer):
+        return f"the head has an adapter: {why}"
+    (name,) = layer.active_adapters
+    if getattr(layer.lora_dropout[name], "p", 0):
+        return "the head has an adapter: LoRA dropout"
+    return "the head has an adapter: its bias is trained" if layer.lora_B[name].bias is not None else None
 
 
 def _trained_token_logits(layer: TrainableTokensLayer, names: list[str], x: Tensor) -> ExtraLogits:

@@ -14,14 +14,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback
 
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload
@@ -58,7 +51,7 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
         InputError: any other mode.
     """
     check_mode(mode)
-    if mode is False:
+    if not mode:
         return
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
@@ -91,8 +84,7 @@ class _Offloaded:
 
     def __call__(self, function: Callable[..., T], *args: object) -> T:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
-            result: T = checkpoint(function, *args, use_reentrant=False)
-            return result
+            return checkpoint(function, *args, use_reentrant=False)
 
 
 class _AsPlanned:
@@ -100,16 +92,14 @@ class _AsPlanned:
 
     def __init__(self, decoder: FastDecoder, number: int):
         self._decoder, self._number = decoder, number
-        # True while the layer runs checkpointed. `FastMLP` reads it in the forward pass and the
-        # recomputation; the plan may change in between. `FastCausalLM` recognises our functions by this
-        # attribute.
+        # True while the layer runs checkpointed, for `FastMLP`: the plan may change until the recomputation.
+        # `FastCausalLM` recognises our functions by this attribute.
         self.recomputes = False
 
     def __call__(self, function: Callable[..., T], *args: object) -> T:
         plan = self._decoder.recompute_plan
         if not plan.keeps(self._number):
-            result: T = checkpoint(self._checkpointed, function, *args, use_reentrant=False)
-            return result
+            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
         with plan.measure_layer():
             return function(*args)
 
@@ -210,13 +200,6 @@ class GiveBackSpareMemory(TrainerCallback):
     another process.
     """
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: object,
-    ) -> None:
+    def on_train_end(self, *_: object, model: nn.Module | None = None, **__: object) -> None:
         if torch.cuda.is_initialized() and has_fast_decoder(model):
             torch.cuda.empty_cache()
