@@ -40,9 +40,6 @@ from unsloth_pack.packed_row.row import PackedRow
 def take_visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """Take the tower's middle features out of a call: `[V, C]` for each of the first layers.
 
-    Raises:
-        InputError: there are some, and the row does not say where its images stand.
-
     Source: DeepStack (Meng et al. 2024).
     """
     kwargs.pop("visual_pos_masks", None)
@@ -107,10 +104,7 @@ class FastDecoder(nn.Module):
     ) -> Any:
         """Run transformers' decoder forward, or the packed one where the call describes packed documents.
 
-        Args:
-            kwargs: beside transformers' arguments, those of `describe_row`; or `packed_row` from the model
-                around the decoder: the row, the padded batch that becomes one, or None for a batch that keeps
-                its padding.
+        The model around the decoder passes `packed_row`: the row, the padded batch that becomes one, or None.
         """
         caching = {"past_key_values": past_key_values, "use_cache": use_cache}
         if "packed_row" not in kwargs:
@@ -178,10 +172,7 @@ class FastDecoder(nn.Module):
         self.gate_and_up_plan.decide(tokens, weight.element_size(), inputs.device)
 
     def _refuse_unreadable_masks(self, attention_mask: object) -> None:
-        """Refuse masks of an ordinary batch that the shared attention would misread.
-
-        A mask on a device is checked once, in training: each check waits for the device.
-        """
+        """Refuse masks of an ordinary batch that the shared attention would misread; on a device once."""
         if self.config._attn_implementation != "sdpa":
             raise InputError(
                 f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "

@@ -34,12 +34,7 @@ def compile_kernels(
     loss_of: Callable[[Tensor], Tensor],
     probe: DecoderProbe | None,
 ) -> None:
-    """Compile the kernels of a training step.
-
-    Args:
-        loss_of: computes the loss from the last hidden states `[B, T, C]`.
-        probe: the leak probe, if it is still to run.
-    """
+    """Compile the kernels of a training step, of its loss of `[B, T, C]`, and of a probe that is to run."""
     batch = described if isinstance(described, PaddedBatch) else None
     row = described if isinstance(described, PackedRow) else described.row
     if not _compiles_for(row.device) or torch.is_anomaly_enabled() or sharded_by(decoder) is not None:
@@ -70,7 +65,6 @@ def find_layer_kinds(decoder: CapturableDecoder) -> Collection[int]:
 
 
 def _compiles_for(device: torch.device) -> bool:
-    """Return whether kernels are compiled for a device now."""
     return triton is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 

@@ -1,8 +1,7 @@
 """Probe whether one document of a packed row reaches another.
 
-`verification` probes whole models with it. A patched decoder probes itself before its first packed row in
-training, under any trainer. Training does not notice: the probe runs no hook, accumulates no gradient, draws
-no random number, and recomputes and captures nothing.
+A patched decoder probes itself before its first packed row in training. Training does not notice: the probe
+runs no hook, accumulates no gradient, draws no random number, and recomputes and captures nothing.
 
 Shapes: T tokens of a row or L of a document, C channels.
 """
@@ -109,11 +108,7 @@ class ProbeSubject(Protocol):
 def look_for_leaks(probed: ProbeSubject) -> str | None:
     """Send the loss of half of the documents back to the embeddings of all, then that of the other half.
 
-    Returns:
-        Why the result says nothing about this model, or None.
-
-    Raises:
-        LeakFound: names the documents, the attention backend, and the first layer that lets one through.
+    Returns why the result says nothing about this model, or None; raises LeakFound.
     """
     generator = torch.Generator().manual_seed(0)
     documents = random_documents(_LENGTHS, probed.vocab_size, generator)
@@ -205,11 +200,7 @@ class DecoderProbe:
         )
 
     def look(self, decoder: CapturableDecoder) -> None:
-        """Run `look_for_leaks` on the last hidden state; log why if it says nothing.
-
-        Raises:
-            LeakFound: as `look_for_leaks`.
-        """
+        """Run `look_for_leaks` on the last hidden state; log why if it says nothing."""
         # A forward pass would gather parameters from other processes, which may not be at this point
         why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
@@ -243,9 +234,8 @@ class _Decoder(ProbeSubject):
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
         embeddings_1TC = self._embed(documents).requires_grad_()
         outputs = self._run(embeddings_1TC, documents)
-        weights_C = torch.randn(
-            embeddings_1TC.shape[-1], generator=torch.Generator().manual_seed(0), device="cpu"
-        )
+        seeded = torch.Generator().manual_seed(0)
+        weights_C = torch.randn(embeddings_1TC.shape[-1], generator=seeded, device="cpu")
         loss = torch.stack([(outputs[i] * weights_C.to(outputs[i].device)).sum() for i in scored])
         (gradient_1TC,) = torch.autograd.grad(loss.sum(), embeddings_1TC, materialize_grads=True)
         return greatest_by_document(gradient_1TC[0], documents)

@@ -25,9 +25,8 @@ _GRAIN = 256  # tables grow in steps of this many positions
 class RotaryTables:
     """The tables of one `rotary_emb` module, cached between steps.
 
-    Args:
-        layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
-        axis_of_pair: `[R/2]` int64, the axis by which each pair of dimensions turns; None with one axis.
+    `layer_type` is None where all layers have one base; `axis_of_pair` `[R/2]` is the axis by which each pair
+    of dimensions turns, None with one axis.
     """
 
     def __init__(self, rotary_emb: Any, layer_type: str | None, axis_of_pair: np.ndarray | None = None):
@@ -51,9 +50,6 @@ class RotaryTables:
         """Return `cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token.
 
         Where tokens have positions on several axes: `cos` and `sin` `[N, R]`, a row for each token.
-
-        Raises:
-            InputError: such positions, and a rotary type that depends on the length of a document.
         """
         regime_of = _REGIMES.get(self.rope_type)
         if row.axes is not None and self.axis_of_pair is not None:
@@ -68,15 +64,13 @@ class RotaryTables:
         return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
 
     def _static_table(self, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if (
-            self.static_table is None
-            or len(self.static_table[0]) < n_positions
-            or self.static_table[0].device != device
-        ):
+        table = self.static_table
+        if table is None or len(table[0]) < n_positions or table[0].device != device:
             inv_freq, scaling = self._frequencies()
             with torch.inference_mode(False):  # it outlives the call, and a backward pass may save it
-                self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
-        return self.static_table
+                table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
+            self.static_table = table
+        return table
 
     def _table_by_axes(self, row: PackedRow, axis_of_pair: np.ndarray) -> tuple[Tensor, Tensor]:
         inv_freq, scaling = self._frequencies()
@@ -94,19 +88,17 @@ class RotaryTables:
 
     def _table_by_length(self, row: PackedRow, regime_of: "Regime") -> tuple[Tensor, Tensor, Tensor]:
         config = self.rotary_emb.config
-        parameters = (
-            config.rope_parameters if self.layer_type is None else config.rope_parameters[self.layer_type]
-        )
+        parameters, options = config.rope_parameters, {}
+        if self.layer_type is not None:
+            parameters, options = parameters[self.layer_type], {"layer_type": self.layer_type}
         ends = row.starts + np.array(row.lengths) - 1
         n_positions = row.positions[ends] + 1
         regimes = [regime_of(config, parameters, int(n)) for n in n_positions]
         tables, offsets, n_rows = [], {}, 0
         for regime in sorted(set(regimes)):
             longest = max(int(n) for n, r in zip(n_positions, regimes, strict=True) if r == regime)
-            options = {} if self.layer_type is None else {"layer_type": self.layer_type}
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](
-                config, row.device, seq_len=regime, **options
-            )
+            init = ROPE_INIT_FUNCTIONS[self.rope_type]
+            inv_freq, scaling = init(config, row.device, seq_len=regime, **options)
             tables.append(_cos_sin(inv_freq, scaling, longest))
             offsets[regime], n_rows = n_rows, n_rows + longest
         shift = np.repeat([offsets[regime] for regime in regimes], row.lengths)

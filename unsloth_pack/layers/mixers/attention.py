@@ -85,18 +85,10 @@ class FastAttention(SoftmaxAttention):
         packed_row: PackedRow | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Run the self-attention of one layer.
+        """Run `[B, T, hidden]` through the self-attention of one layer; attention weights are never built.
 
-        Args:
-            hidden_states: `[B, T, hidden]`.
-            position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
-                `[B, T, R]` from transformers' rotary module; None where nothing rotates.
-            attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
-            past_key_values: transformers' cache, for an ordinary batch.
-            packed_row: the documents of the rows, which are one flattened row to attention.
-
-        Returns:
-            `[B, T, hidden]`, and None in place of attention weights, which are never built.
+        `position_embeddings` are `cos` and `sin`: for a packed row a table and each token's row of it, else
+        `[B, T, R]` from transformers' rotary module; None where nothing rotates.
         """
         tables = position_embeddings if rotates(self, self.spec) else None
         q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, tables is not None)
@@ -128,10 +120,8 @@ class FastAttention(SoftmaxAttention):
         """Compute q, k, v `[B, T, heads, D]`, the output's gate, and the norm left to the rotary kernel."""
         by_head = (*hidden_states.shape[:2], -1, self.head_dim)
         if self.spec.fused_qkv:
-            n_q, n_kv = (
-                n * self.head_dim for n in (self.config.num_attention_heads, self.num_key_value_heads)
-            )
-            q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
+            heads = self.config.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
+            q, k, v = self.qkv_proj(hidden_states).split([n * self.head_dim for n in heads], dim=-1)
         else:
             q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
         gate = None
@@ -139,12 +129,12 @@ class FastAttention(SoftmaxAttention):
             q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
         if has_qk_norm(self, self.spec) and not self.spec.qk_norm_after_rope:
-            qk_norm = fuse_norms(*get_qk_norms(self, self.spec), self.spec) if rotates else None
             q_norm, k_norm = get_qk_norms(self, self.spec)
-            if qk_norm is None and self.spec.qk_norm == "flat":
+            qk_norm = fuse_norms(q_norm, k_norm, self.spec) if rotates else None
+            if qk_norm is None:
+                if self.spec.qk_norm == "head":
+                    q, k = q.view(by_head), k.view(by_head)
                 q, k = q_norm(q), k_norm(k)
-            elif qk_norm is None:
-                q, k = q_norm(q.view(by_head)), k_norm(k.view(by_head))
         return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 

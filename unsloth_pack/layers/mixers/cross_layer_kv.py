@@ -8,6 +8,7 @@ what the layer of their type stored. Layers may differ in head size and in their
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size of the layer.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,15 +54,16 @@ class FastSharedKVAttention(SoftmaxAttention):
     ) -> tuple[Tensor, None]:
         """Run the self-attention of one layer; arguments and result as those of `FastAttention`.
 
-        Args:
-            shared_kv_states: of all layers: twice `[N, K, D]` for a packed row, twice `[B, K, S, D]` else.
+        `shared_kv_states` are twice `[N, K, D]` for a packed row, else twice `[B, K, S, D]`.
         """
         if self.is_kv_shared_layer:
             (q,) = self._project_by_head(hidden_states, (self.q_proj,))
             q = self._rotate_queries(self._lay_out(q, packed_row), position_embeddings)
             k, v = shared_kv_states[self.layer_type]
         else:
-            q, k, v = self._project_qkv(hidden_states)
+            projections = filter(None, (self.q_proj, self.k_proj, self.v_proj))
+            q, k, *own_v = self._project_by_head(hidden_states, projections)
+            v = own_v[0] if own_v else k
             q, k, v = (self._lay_out(x, packed_row) for x in (q, k, self._norm_values(v)))
             q, k = self._rotate(q, k, position_embeddings)
             if past_key_values is not None:
@@ -71,16 +73,9 @@ class FastSharedKVAttention(SoftmaxAttention):
         out = self._attend(q, k, v, packed_row, attention_mask, kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:2], -1)), None
 
-    def _project_by_head(self, hidden_states: Tensor, projections: tuple[nn.Module, ...]) -> list[Tensor]:
+    def _project_by_head(self, hidden_states: Tensor, projections: Iterable[nn.Module]) -> list[Tensor]:
         """Compute `[B, T, heads, D]` of each."""
-        return [x.unflatten(-1, (-1, self.head_dim)) for x in project(hidden_states, projections)]
-
-    def _project_qkv(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.v_proj is None:
-            q, k = self._project_by_head(hidden_states, (self.q_proj, self.k_proj))
-            return q, k, k
-        q, k, v = self._project_by_head(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
+        return [x.unflatten(-1, (-1, self.head_dim)) for x in project(hidden_states, (*projections,))]
 
     def _rotate(self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         norms = fuse_norms(self.q_norm, self.k_norm, self.spec)

@@ -45,16 +45,11 @@ def seq_idx(row: PackedRow) -> dict[str, Tensor]:
 
 
 class FastStateLayer(nn.Module):
-    """Replaces the class of a transformers module that carries a state.
+    """Replaces the class of a transformers module that carries a state."""
 
-    Args:
-        boundaries: builds arguments by which transformers' forward keeps documents apart; None if it cannot.
-        rounds_together: its kernels sum over several documents and subtract such sums again, so that other
-            documents change how its numbers round.
-    """
-
+    # Builds arguments by which transformers' forward keeps documents apart; None if it cannot
     boundaries: Boundaries | None
-    rounds_together = False
+    rounds_together = False  # its kernels subtract sums over several documents, which change its rounding
 
     @no_compile
     def forward(
@@ -78,10 +73,7 @@ class FastStateLayer(nn.Module):
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Run transformers' forward.
-
-        A lone token gets another one behind it, as causal-conv1d's backward pass refuses rows of one token.
-        """
+        """Run transformers' forward; a lone token gets another: causal-conv1d trains no rows of one."""
         cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
         if hidden_states.shape[1] > 1 or cache is not None or not torch.is_grad_enabled():
             return super().forward(hidden_states, *args, **kwargs)
@@ -130,11 +122,10 @@ class StateMixer(Mixer):
         return request.once((self.kind, theirs), lambda: self._try_kernels(theirs, own, request))
 
     def _try_kernels(self, kind: type[nn.Module], own: nn.Module, request: Request) -> str | None:
-        """Try whether a module of this kind keeps the documents of a row apart; return None if it does.
+        """Return why a module of this kind does not keep the documents of a row apart, or None.
 
         No gradient of the last document may reach those before. Changing them may change it by no more than
-        another equal run does: by no bit, where its kernels add up in a fixed order. Where they sum over
-        several documents, its rounding may change too.
+        another equal run does or, where kernels sum over several documents, by rounding.
         """
         config, device = request.config, torch.device(request.device_type)
         assert config is not None
@@ -177,15 +168,9 @@ def _rebuild(kind: type[nn.Module], config: PreTrainedConfig, own: nn.Module) ->
 
 
 class FastMamba2(FastStateLayer):
-    """Replaces the class of a transformers Mamba-2 layer: a short convolution, then a state space.
+    """Replaces the class of a transformers Mamba-2 layer (Dao and Gu 2024, "Transformers are SSMs")."""
 
-    mamba_ssm sums the decays of a chunk from its beginning, over all documents in it. A decay within a
-    document is a difference of two such sums, and rounded as they are.
-
-    Source: Dao and Gu 2024, "Transformers are SSMs".
-    """
-
-    rounds_together = True
+    rounds_together = True  # mamba_ssm takes a decay as a difference of sums from a chunk's beginning
     training: bool
     chunk_size: int
     out_proj: nn.Module
