@@ -50,13 +50,11 @@ def _move_in(
 
     def let_go(file: Path, may_be_folder: bool = False) -> None:
         path = target / file
-        if not os.path.lexists(path):
-            return
-        if not may_replace:
+        is_there = os.path.lexists(path)
+        if is_there and not may_replace:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        if path.is_dir() and not path.is_symlink() and not may_be_folder:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        rename(path, old / file)
+        if is_there and (may_be_folder or path.is_symlink() or not path.is_dir()):
+            rename(path, old / file)
 
     def let_in(file: Path) -> None:
         for folder in reversed(file.parents[:-1]):
@@ -97,13 +95,9 @@ def flush(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file or folder until `descriptor` is closed, or the process ends: none is ever stale.
+    """Lock an open folder until `descriptor` is closed, or the process ends; BlockingIOError if it is locked.
 
-    Returns:
-        False on a file system without such locks, such as some network file systems: nobody is kept out.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
+    Returns False on a file system without such locks, such as some network file systems.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,11 +115,8 @@ _claims: set[int] = set()  # their descriptors
 def claimed(folder: Path) -> Iterator[None]:
     """Claim the output folder of a run, which is made where it is missing, for this process alone.
 
-    The claim ends with the context, or with the process: its forked children do not hold it. At the end of
-    the context, folders that were made here and hold nothing are removed.
-
-    Raises:
-        InputError: another process has claimed it. Where the file system has no locks, nobody is refused.
+    InputError if another process has claimed it. The claim ends with the context, or with the process: its
+    forked children do not hold it. At the end, folders that were made here and hold nothing are removed.
     """
     new = [path for path in (folder, *folder.parents) if not path.exists()]  # deepest first
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,12 +175,9 @@ def atomic_dir(
     try:
         real = Path(os.path.realpath(target))
         is_there = real.exists()
-    except (OSError, ValueError) as error:  # too long, or with a zero byte
-        raise InputError(f"{str(target)[:80]!r} is no name for a folder ({error}); give another") from None
-    if is_there and not real.is_dir():
-        raise InputError(f"{str(target)!r} is a file; give a folder")
-    place, name = (real, "") if is_there else (real.parent, f".{real.name}")
-    try:
+        if is_there and not real.is_dir():
+            raise InputError(f"{str(target)!r} is a file; give a folder")
+        place, name = (real, "") if is_there else (real.parent, f".{real.name}")
         with _locked_folder(place, name) as aside:
             new = aside / "new"
             new.mkdir()
@@ -207,11 +195,7 @@ def atomic_dir(
 
 @contextmanager
 def write_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path` to be filled, which then takes its place; a failure changes nothing.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """A new file beside `path` to be filled, which then takes its place; a failure changes nothing."""
     aside = path.with_name(f".{path.name}.aside")
     aside.unlink(missing_ok=True)  # what a killed process left, or a link
     try:

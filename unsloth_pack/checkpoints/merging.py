@@ -230,13 +230,8 @@ def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
     """The weights of a model under their names before PEFT, adapters merged, in `dtype` on the CPU.
 
     One layer is merged at a time. A layer whose adapter PEFT's `merge_adapter` has merged is taken as it is.
-
-    Args:
-        model: a transformers model, or a PEFT model of one.
-
-    Raises:
-        InputError: an adapter that cannot be merged or is disabled; a weight that has no place in a model
-            without adapters, or is not finite.
+    InputError for an adapter that cannot be merged or is disabled, and for a weight that is not finite or has
+    no place in a model without adapters.
     """
     base = base_of(model)
     expected = expected_weights(base, dtype)
@@ -263,11 +258,7 @@ def expected_weights(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def are_equal_merged(model: nn.Module, one: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two merged weights are equal, such as those of an embedding and the head that is tied to it.
-
-    Args:
-        one, other: their names before PEFT.
-    """
+    """Whether two merged weights, by their names before PEFT, are equal, such as those of tied ends."""
     base = base_of(model)
     paths = [name.rpartition(".")[0] for name in (one, other)]
     modules = [base.get_submodule(path) for path in paths]
@@ -349,13 +340,6 @@ def _module_in_use(wrapper: ModulesToSaveWrapper | TrainableTokensWrapper) -> nn
     active = wrapper.active_adapters
     in_use = bool(active) and all(adapter in wrapper.modules_to_save for adapter in active)
     return wrapper.modules_to_save[active[0]] if in_use else wrapper.original_module
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Whether PEFT has put an adapter on a model, which may be the model that PEFT wraps."""
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules()) or bool(
-        _peft_models_of(model)
-    )
 
 
 def _peft_models_of(base: nn.Module) -> list[PeftModel]:

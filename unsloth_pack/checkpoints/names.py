@@ -108,11 +108,7 @@ def is_adapter(name: str) -> bool:
 
 
 def check_model_there(model_name: object) -> None:
-    """Refuse a path at which no model lies. What may be a name on the hub is not looked up.
-
-    Raises:
-        InputError: names the path.
-    """
+    """Refuse a path at which no model lies. What may be a name on the hub is not looked up."""
     if not isinstance(model_name, str | Path) or not str(model_name).strip():
         raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
     name = str(model_name)
@@ -123,14 +119,8 @@ def check_model_there(model_name: object) -> None:
         raise InputError(f"cannot load {name}: {GGUF}")
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, MODEL_CONFIG)):
-            raise InputError(
-                f"{name} holds neither config.json nor adapter_config.json; name a model's folder"
-            )
+            raise InputError(f"{name} holds neither config.json nor adapter_config.json; name another folder")
     elif os.path.exists(name):
         raise InputError(f"{name} is a file; name the folder of a model")
-    elif "://" in name:
-        raise InputError(
-            f"cannot load {name}: no such folder; give one, or of a hub model its OWNER/NAME alone"
-        )
     elif not HUB_NAME.fullmatch(name):
         raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")

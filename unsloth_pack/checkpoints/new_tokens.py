@@ -20,26 +20,20 @@ NewTokens = Mapping[str, str | None]  # token -> description, None where it has 
 
 
 def read_new_tokens(path: str) -> dict[str, str | None]:
-    """The tokens in a file: one a line, or as JSON or YAML a list, or a mapping of token to description.
-
-    Raises:
-        InputError: the file cannot be read, holds no token or one twice.
-    """
+    """The tokens in a file: one a line, or as JSON or YAML a list, or a mapping of token to description."""
     import yaml
 
     kind = Path(path).suffix[1:]
-    entries: object = []
     try:
-        text = Path(path or "\0").read_text(encoding="utf-8")  # the path of nothing is this folder's
+        text = Path(path).read_text(encoding="utf-8")
         if kind in ("json", "yaml", "yml"):
-            entries = json.loads(text) if kind == "json" else yaml.safe_load(text)
+            entries: object = json.loads(text) if kind == "json" else yaml.safe_load(text)
         else:
             entries = [line.strip() for line in text.splitlines() if line.strip()]
     except OSError as error:
         raise _refusal(path, f"{error.strerror}; give a file of tokens") from None
-    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
-        remedy = "correct it, or write one token a line into a file of another name"
-        raise _refusal(path, f"not {kind or 'text'}; {remedy}") from None
+    except (ValueError, yaml.YAMLError):
+        raise _refusal(path, f"not {kind or 'text'}; correct it") from None
     pairs = [*entries.items()] if isinstance(entries, Mapping) else []
     if isinstance(entries, list):
         pairs = [(token, None) for token in entries]
@@ -61,28 +55,21 @@ def _refusal(path: str, why: str) -> InputError:
 
 
 def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: NewTokens) -> dict[int, list[int]]:
-    """Add tokens to a tokenizer.
+    """Add tokens to a tokenizer; InputError for one that it has, or a description that it cannot say.
 
     Returns:
         By the id of each token, the ids of its description; an empty list where it has none.
-
-    Raises:
-        InputError: the tokenizer has a token already, or cannot say a description.
     """
     vocabulary = tokenizer.get_vocab()
     of_description: list[list[int]] = []
     for token, description in tokens.items():
         if token in vocabulary:
-            raise InputError(
-                f"add_tokens names {token!r}, which is token {vocabulary[token]} already; leave it out, and "
-                f"give --trainable_token_indices {vocabulary[token]} to train it"
-            )
+            said = f"add_tokens names {token!r}, which is token {vocabulary[token]} already; leave it out"
+            raise InputError(f"{said}, and give --trainable_token_indices {vocabulary[token]} to train it")
         ids = tokenizer.encode(description, add_special_tokens=False) if description else []
         if description and not {*ids} - {tokenizer.unk_token_id}:
-            raise InputError(
-                f"add_tokens describes {token!r} as {description!r}, of which the tokenizer makes no token; "
-                "describe it in other words, or leave the description out"
-            )
+            said = f"add_tokens describes {token!r} as {description!r}, of which the tokenizer makes no token"
+            raise InputError(f"{said}; describe it in other words")
         of_description.append(ids)
     tokenizer.add_tokens([*tokens])
     new_ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in tokens]

@@ -26,7 +26,6 @@ from unsloth_pack.checkpoints.merging import (
     are_equal_merged,
     base_of,
     expected_weights,
-    has_adapter,
     merged_weights,
 )
 from unsloth_pack.checkpoints.names import (
@@ -136,21 +135,11 @@ def save_pretrained_merged(
 
 
 def check_save_method(model: nn.Module, save_method: str) -> None:
-    """Refuse a `save_method` that does not exist, or that a model has no adapter for.
-
-    Raises:
-        InputError: says which to use.
-    """
+    """Refuse a `save_method` that does not exist, or that a model has no adapter for."""
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
-    if save_method != "lora" or isinstance(model, PeftModel):
-        return
-    if has_adapter(model):
-        raise InputError(
-            "save_method is 'lora', but FastLanguageModel did not put the adapter on; save it with PEFT's "
-            "save_pretrained"
-        )
-    raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
+    if save_method == "lora" and not isinstance(model, PeftModel):
+        raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
 
 def save_in_own_dtype(
