@@ -84,7 +84,7 @@ def _base_of(adapter: str) -> str:
     if kind != PeftType.LORA:
         raise InputError(f"the adapter {adapter} is of type {kind.value}; only LORA can be loaded")
     if is_adapter(base):
-        raise InputError(f"the adapter {adapter} has another adapter, {base}, as its base; merge that first")
+        raise InputError(f"the adapter {adapter} has another adapter, {base}, as its base; merge that one")
     return find_model(base)[0]
 
 
