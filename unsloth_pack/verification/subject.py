@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
-from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, encode_images
+from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, add_row, encode_images, shape_images
 from unsloth_pack.models import vision_spec_for
 from unsloth_pack.models.spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import require_model
@@ -259,27 +259,7 @@ class ImageSubject:
 
     def _draw_images(self, sizes: Sequence[Size], generator: torch.Generator) -> Pictured:
         """Draw images of a document without ids, of shapes that the model takes."""
-        spec, vision = self.spec, self.config.vision_config
-        names = ("in_channels", "in_chans", "num_channels")
-        channels = next(int(n) for name in names if (n := getattr(vision, name, None)))
-        described: dict[str, list[list[int]]] = {}
-        shape: tuple[int, ...]
-        if spec.attends == "grids":  # [P, numbers of a patch]
-            merge = getattr(vision, spec.merge)
-            grids = [[1, merge * height, merge * width] for height, width in sizes]
-            n_patches = sum(height * width for _, height, width in grids)
-            shape = (n_patches, channels * vision.temporal_patch_size * vision.patch_size**2)
-            described = {spec.grid or "": grids}
-        elif spec.attends == "sizes":  # [images, channels, height, width], padded to the largest of all
-            unit = vision.patch_size * getattr(self.config, spec.merge)
-            shape = (len(sizes), channels, *(unit * side for side in _LARGEST))
-            described = {spec.sizes or "": [[unit * height, unit * width] for height, width in sizes]}
-        else:  # [images, channels, S, S], or [images, tiles, channels, S, S]
-            side = vision.image_size
-            height, width = (side, side) if isinstance(side, int) else side
-            tiles = () if spec.sizes is None else (_MIN_TILES,)
-            shape = (len(sizes), *tiles, channels, height, width)
-            described = {} if spec.sizes is None else {spec.sizes: [[height, width]] * len(sizes)}
+        shape, described = shape_images(self.spec, self.config, sizes, _LARGEST, _MIN_TILES)
         return Pictured(torch.empty(0), torch.randn(shape, generator=generator), described)
 
     def _count_tokens(self, document: Pictured) -> list[int]:
@@ -287,7 +267,7 @@ class ImageSubject:
             return []
         model = self.subject.model
         base = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
-        images = Images(self._shape_pixels(document.pixels), self._described_images([document]))
+        images = Images(add_row(self.spec, document.pixels), self._described_images([document]))
         with torch.no_grad():
             return encode_images(base, self.spec, images).sizes.tolist()
 
@@ -333,17 +313,13 @@ class ImageSubject:
             arguments = {name: torch.tensor(numbers) for name, numbers in described.items()}
             if self.spec.both_ways:
                 arguments[TOKEN_TYPES] = (ids == self._token).int()
-            arguments[PIXELS] = self._shape_pixels(pixels)
+            arguments[PIXELS] = add_row(self.spec, pixels)
         on_device = {name: value.to(self.subject.device) for name, value in arguments.items()}
         return self.subject.model(input_ids=ids.to(self.subject.device), **on_device, **more).logits
 
     def pixels(self, documents: Sequence[Pictured]) -> Tensor:
         joined = torch.cat([document.pixels for document in documents])
         return joined.to(self.subject.device, self.subject.dtype)
-
-    def _shape_pixels(self, pixels: Tensor) -> Tensor:
-        """Add the dimension of rows, if the model has one."""
-        return pixels[None] if pixels.ndim < min(self.spec.dimensions) else pixels
 
     def _described_images(self, documents: Sequence[Pictured]) -> dict[str, list[Any]]:
         """Return the arguments of a call beside pixels."""

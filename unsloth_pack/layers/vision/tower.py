@@ -5,9 +5,9 @@ A frozen tower keeps nothing for a backward pass, and may be replayed from CUDA 
 Shapes: P patches of all images, H heads, D head size, C features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -147,21 +147,6 @@ class FrozenTower(CapturedTower):
 
 
 _PLACES = "window_index"  # the place of each run of patches that becomes one token
-_HOST_KEYWORDS = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
-
-
-@dataclass(frozen=True)
-class TowerRows:
-    """The segments within which a tower's layers attend."""
-
-    images: PackedRow  # the frames of all images
-    windows: PackedRow | None = None  # the windows of all images; None where no layer has windows
-
-    def select(self, cu_seqlens: Tensor) -> PackedRow:
-        """Select the segments by the `cu_seqlens` of a layer."""
-        if self.windows is not None and cu_seqlens is self.windows.cu_seqlens:
-            return self.windows
-        return self.images
 
 
 class FastTower(CapturedTower):
@@ -183,14 +168,11 @@ class FastTower(CapturedTower):
 
         Args:
             hidden_states: `[P, pixels of a patch]`.
-            grid_thw: `[images, 3]`, the patches of every image in time, height and width; on the host it
-                spares a wait for the device.
+            grid_thw: `[images, 3]` patches in time, height and width; on the host it spares a wait.
         """
         theirs = super().forward
         trains = torch.is_grad_enabled() and (hidden_states.requires_grad or self._layers_train())
         self.patch_embed.is_frozen = not trains
-        if any(name in kwargs for name in _HOST_KEYWORDS):  # their caller knows the segments
-            return theirs(hidden_states, grid_thw, **kwargs)
 
         def run(patches: Patches) -> Any:
             return theirs(patches.pixels, grid_thw, **_name_shared(patches), **kwargs)
@@ -233,7 +215,7 @@ def _name_shared(patches: Patches) -> Mapping[str, Any]:
     shared: dict[str, Any] = {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
     for row in windows:
         shared |= {"cu_window_seqlens": row.cu_seqlens, "max_window_seqlen": row.longest}
-    return {**patches.by_patch, **shared, "tower_rows": TowerRows(images, *windows)}
+    return {**patches.by_patch, **shared, "tower_rows": patches.rows}
 
 
 @lru_cache(maxsize=256)
@@ -246,12 +228,7 @@ def _positions(size: tuple[int, ...], merge: int) -> np.ndarray:
 def _interpolation(
     size: tuple[int, ...], merge: int, side: int, mode: str, align_corners: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which learned positions each patch lies between, and their weights; both `[P, taps]`.
-
-    Args:
-        size: of the image, in patches: time, height and width.
-        side: of the square of learned positions.
-    """
+    """Return which positions in a learned square each patch lies between, and their weights: `[P, taps]`."""
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor([size]),
         num_grid_per_side=side,
@@ -299,13 +276,13 @@ class FastTowerAttention(nn.Module):
         hidden_states: Tensor,
         cu_seqlens: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        tower_rows: TowerRows | None = None,
+        tower_rows: Sequence[PackedRow] | None = None,
         **kwargs: object,
     ) -> Tensor:
         """Compute `[P, C]` from `[P, C]`.
 
         Args:
-            cu_seqlens: selects among `tower_rows`.
+            cu_seqlens: of one of `tower_rows`: the frames of all images, and perhaps their windows.
             position_embeddings: `cos` and `sin`, `[P, D]`.
         """
         if tower_rows is None or position_embeddings is None:
@@ -313,10 +290,22 @@ class FastTowerAttention(nn.Module):
                 hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
             )
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
-        q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *position_embeddings)
-        options = AttentionOptions(self.scaling, causal=False)
-        out = attend(q_PHD, k_PHD, v_PHD, tower_rows.select(cu_seqlens), options, self.attn_backend)
-        return self.proj(out.flatten(1))
+        row = next((row for row in tower_rows if row.cu_seqlens is cu_seqlens), tower_rows[0])
+        return self.proj(_attend_images(self, q_PHD, k_PHD, v_PHD, position_embeddings, row))
+
+
+def _attend_images(
+    attention: "FastTowerAttention | FastVariableSizeAttention",
+    q_PHD: Tensor,
+    k_PHD: Tensor,
+    v_PHD: Tensor,
+    angles: tuple[Tensor, Tensor],
+    row: PackedRow,
+) -> Tensor:
+    """Rotate queries and keys, and attend within the segments of `row`; return `[P, C]`."""
+    q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *angles)
+    options = AttentionOptions(attention.scaling, causal=False)
+    return attend(q_PHD, k_PHD, v_PHD, row, options, attention.attn_backend).flatten(1)
 
 
 class FastVariableSizeTower(CapturedTower):
@@ -337,8 +326,7 @@ class FastVariableSizeTower(CapturedTower):
 
         Args:
             pixel_values: `[images, channels, height, width]`, padded behind each image.
-            image_sizes: `[images, 2]`, height and width of every image; on the host it spares a wait for the
-                device. None: none is padded.
+            image_sizes: `[images, 2]`, on the host to spare a wait for the device. None: none is padded.
         """
         with tower_gradients(self, pixel_values):
             patches = self._cut_patches(pixel_values, image_sizes)
@@ -394,19 +382,12 @@ class FastVariableSizeAttention(nn.Module):
         tower_rows: PackedRow | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute `[1, P, C]` from `[1, P, C]`.
-
-        Args:
-            position_embeddings: `cos` and `sin`, `[P, D]`.
-            tower_rows: the images.
-        """
+        """Compute `[1, P, C]` from `[1, P, C]`; `position_embeddings` are `cos` and `sin`, `[P, D]`."""
         if tower_rows is None or position_embeddings is None:
             return super().forward(hidden_states, attention_mask, position_embeddings, **kwargs)
         q_PHD, k_PHD, v_PHD = (
             projection(hidden_states).view(-1, self.num_heads, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *position_embeddings)
-        options = AttentionOptions(self.scaling, causal=False)
-        out = attend(q_PHD, k_PHD, v_PHD, tower_rows, options, self.attn_backend)
-        return self.o_proj(out.flatten(1)[None]), None
+        out = _attend_images(self, q_PHD, k_PHD, v_PHD, position_embeddings, tower_rows)
+        return self.o_proj(out[None]), None

@@ -1,11 +1,15 @@
 """Run a model of vision and language: find the images of a packed row, encode them, and put them in.
 
+A loader, a data set's columns or a trainer may drop an argument of a call, and the rest would train on
+something else unnoticed. So a row that has lost its images, its ids or its boundaries is refused: before the
+decoder runs where the host knows, else after it, so that no check waits for the device.
+
 Shapes: B rows of T tokens, N tokens of the packed row, V of them stand for images, C features.
 """
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +20,20 @@ from torch import Tensor, distributed, nn
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.layers.forward_slot import ForwardCall, name_images
-from unsloth_pack.layers.vision.image_checks import check_boundaries, check_image_tokens, check_images
 from unsloth_pack.layers.vision.tower import tower_gradients
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import is_gathered_as_group, is_gathered_by_module
 from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages, images_by_document
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.labels import DeferredCheck, PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 PIXELS = "pixel_values"
+_ENDS = "nothing says where documents end; give packed_seq_lengths"
+_OTHER_IDS = (
+    "{} tokens of input_ids are not what packed_row says, which knows where images stand; give ids and "
+    "packed_row of one row, as VisionDataCollator makes them"
+)
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,15 @@ def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
     for name, columns in ((spec.grid, (3,)), (spec.sizes, (2,)), (spec.of_documents, ())):
         if name in arguments:
             arguments[name] = _read_whole_numbers(name, arguments[name], columns)
+    number = len(pixels)
     if spec.grid is not None:
-        _refuse_other_number(pixels, "patches", spec.grid, sum(map(math.prod, arguments[spec.grid])))
+        number = sum(map(math.prod, arguments[spec.grid]))
     elif spec.sizes is not None and pixels.ndim == max(spec.dimensions):
-        _refuse_other_number(pixels, "images", spec.sizes, len(arguments[spec.sizes]))
-    return Images(pixels, arguments)
-
-
-def _refuse_other_number(pixels: Tensor, what: str, name: str, number: int) -> None:
+        number = len(arguments[spec.sizes])
     if number != len(pixels):
-        problem = f"{PIXELS} holds {len(pixels)} {what}, {name} {number}"
+        problem = f"{PIXELS} holds {len(pixels)} patches or images, {spec.needed[0]} {number}"
         raise InputError(f"{problem}; give those of the same images")
+    return Images(pixels, arguments)
 
 
 def _read_whole_numbers(name: str, value: object, columns: tuple[int, ...]) -> list[Any]:
@@ -146,27 +152,48 @@ def _is_waited_for(part: nn.Module) -> bool:
     return trains_or_gathers or any(map(is_gathered_as_group, part.modules()))
 
 
-def make_dummy_image(spec: VisionSpec, config: Any) -> Images:
-    """Build a call's arguments for the smallest image that a model takes, all ones; it is not put in."""
+def shape_images(
+    spec: VisionSpec, config: Any, sizes: Sequence[tuple[int, int]], largest: tuple[int, int], n_tiles: int
+) -> tuple[tuple[int, ...], dict[str, list[list[int]]]]:
+    """Return the shape of `pixel_values` that a model takes, without rows, and what describes the images.
+
+    Args:
+        sizes: tokens of every image in height and width, where images have a size of their own.
+        largest: tokens in height and width to which such images are padded.
+        n_tiles: of every image, where images are cut into tiles.
+    """
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
     channels = next(n for name in names if (n := getattr(vision, name, None)) is not None)
     if spec.grid is not None:
         merge = getattr(vision, spec.merge)
+        grids = [[1, merge * height, merge * width] for height, width in sizes]
         numbers = channels * vision.temporal_patch_size * vision.patch_size**2
-        return Images(torch.ones(merge**2, numbers), {spec.grid: [[1, merge, merge]]}, is_dummy=True)
+        return (sum(map(math.prod, grids)), numbers), {spec.grid: grids}
     size = [vision.image_size] * 2 if isinstance(vision.image_size, int) else [*vision.image_size]
+    in_pixels = [size] * len(sizes)
     if spec.attends == "sizes":
-        side = vision.patch_size * config.spatial_merge_size
-        size = [side, 2 * side]  # Mistral 3 fails on an image of one token
+        unit = vision.patch_size * getattr(config, spec.merge)
+        in_pixels = [[unit * height, unit * width] for height, width in sizes]
+        size = [unit * side for side in largest]
+    tiles = [] if spec.sizes is None or spec.attends == "sizes" else [n_tiles]
+    return (len(sizes), *tiles, channels, *size), {} if spec.sizes is None else {spec.sizes: in_pixels}
+
+
+def add_row(spec: VisionSpec, pixels: Tensor) -> Tensor:
+    """Add the dimension of rows to pixels if the model has one."""
+    return pixels[None] if pixels.ndim < min(spec.dimensions) else pixels
+
+
+def make_dummy_image(spec: VisionSpec, config: Any) -> Images:
+    """Build a call's arguments for the smallest image that a model takes, all ones; it is not put in."""
+    size = (1, 1 if spec.attends != "sizes" else 2)  # Mistral 3 fails on an image of one token
     n_images = 1 if spec.of_documents is None else 2  # two images in a document are not cut into tiles
-    tiles = [1] * (max(spec.dimensions) - 4)
-    arguments: dict[str, Any] = {}
-    if spec.sizes is not None:
-        arguments[spec.sizes] = [size] * n_images
+    shape, described = shape_images(spec, config, [size] * n_images, size, 1)
+    arguments: dict[str, Any] = {**described}
     if spec.of_documents is not None:
         arguments[spec.of_documents] = [n_images]
-    return Images(torch.ones(n_images, *tiles, channels, *size), arguments, is_dummy=True)
+    return Images(add_row(spec, torch.ones(shape)), arguments, is_dummy=True)
 
 
 class FastVisionLM(FastCausalLM):
@@ -187,25 +214,59 @@ class FastVisionLM(FastCausalLM):
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is None:
             if call.row is not None:
-                ids = call.inputs["input_ids"]
-                call.checks += check_images(self.vision_spec, self.config, call.row, ids)
+                self._refuse_lost_images(call, call.row)
             if needs_dummy_image(self, self.vision_spec):
                 call.images = make_dummy_image(self.vision_spec, self.config)
                 call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
         else:
             call.describe(self._describe(call, call.images, types))
 
+    def _refuse_lost_images(self, call: ForwardCall, row: PackedRow) -> None:
+        """Refuse a packed row without pixels that has image tokens."""
+        message = (
+            "a packed row holds {} image tokens and comes without pixel_values; give the images of the row"
+        )
+        if row.visual is not None and len(row.visual):
+            raise InputError(message.format(len(row.visual)))
+        if (ids := call.inputs["input_ids"]) is not None:
+            token = getattr(self.config, self.vision_spec.token)
+            message = f"{message}, or text without token {token}"
+            call.checks += DeferredCheck.start((ids == token).sum(), message)
+
     def _check_boundaries(self, call: ForwardCall) -> None:
-        call.checks += check_boundaries(self.vision_spec, call.inputs, call.rest)
+        """Refuse a row of several documents whose call does not say where they end."""
+        spec, inputs, rest, ids = self.vision_spec, call.inputs, call.rest, call.inputs["input_ids"]
+        if ids is None or inputs["past_key_values"] is not None:
+            return
+        counts = rest.get(spec.of_documents or "")
+        if counts is not None and len(counts) > len(ids):
+            raise InputError(
+                f"{spec.of_documents} is of {len(counts)} documents, the input ids have {len(ids)} rows, and "
+                f"{_ENDS}, or to the processor a list of images for each row"
+            )
+        if isinstance(rest.get(spec.grid or ""), list):
+            raise InputError(f"{spec.grid} is a list, as VisionDataCollator makes it, and {_ENDS}")
+        axes, mask = inputs["position_ids"], inputs["attention_mask"]
+        if not isinstance(axes, Tensor) or axes.shape != (3, *ids.shape):
+            return
+        starts_over = (axes[..., 1:] == 0).all(dim=0) & (axes[..., :-1] > 1).any(dim=0)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            starts_over &= mask[:, 1:].to(axes.device) != 0  # padding behind a document starts over too
+        elif mask is not None:
+            return
+        message = "position_ids in time, height and width start over {} times inside a row, and " + _ENDS
+        call.checks += DeferredCheck.start(torch.count_nonzero(starts_over), message)
 
     def _describe(self, call: ForwardCall, images: Images, types: object) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
         if row.visual is not None:
-            call.checks += check_image_tokens(spec, self.config, row, ids)
             is_placeholder = np.zeros(row.n_tokens, dtype=bool)
             is_placeholder[row.visual] = True
+            is_other = ids.flatten() == getattr(self.config, spec.token)
+            is_other[row.visual_ids] ^= True
+            call.checks += DeferredCheck.start(is_other.sum(), _OTHER_IDS)
         else:
             is_placeholder = self._find_placeholders(ids, types)
             if isinstance(call.described, PaddedBatch):
@@ -218,13 +279,16 @@ class FastVisionLM(FastCausalLM):
         patch_grids = np.array(images.arguments[spec.grid])
         token_grids = patch_grids // [1, merge, merge]
         located = RowImages.locate(is_placeholder, token_grids.prod(axis=1), row)
-        if row.visual is not None and row.axes is not None:
-            _refuse_other_shapes(spec.grid, row.axes, located, token_grids)
-            return row
         described = add_axes(replace(row, visual=located.places, _built={}), located.axes(row, token_grids))
-        if row.axes is not None and described.axes is not None:
-            _refuse_other_axes(row.axes, described.axes)
-        return described
+        if row.axes is None or described.axes is None:
+            return described
+        if len(differ := np.flatnonzero((row.axes != described.axes).any(axis=0))):
+            token = differ[0]
+            raise InputError(
+                f"position_ids of token {token} are {row.axes[:, token].tolist()} in time, height and width, "
+                f"those of its images {described.axes[:, token].tolist()}; leave them out, or make them agree"
+            )
+        return described if row.visual is None else row
 
     def _find_placeholders(self, ids: Tensor, types: object) -> np.ndarray:
         """Return `[B * T]` bool: tokens that stand for images, where `types` are 1. Waits for the device."""
@@ -278,24 +342,3 @@ class FastVisionLM(FastCausalLM):
                 f"{name} is {counts}, the documents of the row hold {by_document}; give one number a "
                 "document, or to the processor a list of images for each"
             )
-
-
-def _refuse_other_shapes(name: str, axes: np.ndarray, images: RowImages, token_grids: np.ndarray) -> None:
-    """Refuse images whose tokens have positions of another shape."""
-    ends = np.cumsum(images.sizes)
-    shapes = (axes[:, images.places[ends - 1]] - axes[:, images.starts]).T + 1
-    if len(differ := np.flatnonzero((shapes != token_grids).any(axis=1))):
-        image = differ[0]
-        raise InputError(
-            f"{name} gives image {image} {token_grids[image].tolist()} tokens in time, height and width, its "
-            f"positions are of {shapes[image].tolist()}; give the images of this very row, in their order"
-        )
-
-
-def _refuse_other_axes(axes: np.ndarray, image_axes: np.ndarray) -> None:
-    if len(differ := np.flatnonzero((axes != image_axes).any(axis=0))):
-        token = differ[0]
-        raise InputError(
-            f"position_ids of token {token} are {axes[:, token].tolist()} in time, height and width, those "
-            f"of its images {image_axes[:, token].tolist()}; leave them out, or make them agree"
-        )
