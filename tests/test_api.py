@@ -1,9 +1,7 @@
 """`FastLanguageModel`: what it loads, adapts, saves, reloads and refuses."""
 
 import json
-import warnings
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from safetensors import safe_open
 from tiny import DEVICE, TINY, error, random_documents, routing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, api, supported_architectures
-from unsloth_pack.checkpoints.loading import refuse_stored_quantised
+from unsloth_pack import FastLanguageModel, InputError, supported_architectures
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -86,30 +83,6 @@ def test_the_demo_loads_and_answers():
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "fig cap car"
 
 
-@pytest.mark.parametrize(
-    ("variable", "reserved"),
-    [(None, 0), ("PYTORCH_ALLOC_CONF", 0), ("PYTORCH_CUDA_ALLOC_CONF", 0), (None, 1)],
-)
-def test_memory_is_reserved_in_segments_that_grow(variable, reserved, monkeypatch, recwarn):
-    """Unless the user has set the allocator up, or it is too late. No deprecation is shown."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "max_split_size_mb:512")
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
-
-    def set_up(settings):
-        warnings.warn("torch.cuda._set_allocator_settings is deprecated", FutureWarning, stacklevel=2)
-        asked.append(settings)
-
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_up)
-    api._let_segments_grow()
-    assert asked == ([] if variable or reserved else ["expandable_segments:True"])
-    assert not recwarn.list
-
-
 def test_the_dtype_is_what_the_device_has(folder):
     model, _ = load(folder, dtype=None)
     assert model.dtype == (torch.bfloat16 if DEVICE == "cuda" else torch.float32)
@@ -126,15 +99,12 @@ def test_the_dtype_is_what_the_device_has(folder):
         {},
         {"target_modules": "all-linear"},
         {"target_modules": ["q_proj", "down_proj"]},
-        {"use_rslora": True},
         {"use_dora": True},
         {"lora_dropout": 0.1},
         {"bias": "all"},
         {"modules_to_save": ["lm_head"]},
-        {"layers_to_transform": [0]},
         {"use_gradient_checkpointing": True},
         {"use_gradient_checkpointing": "offload"},
-        {"use_gradient_checkpointing": "unsloth"},
         {"use_gradient_checkpointing": "auto"},
     ],
     ids=str,
@@ -189,15 +159,6 @@ def test_every_projection_of_latent_attention_gets_an_adapter(q_lora_rank, tmp_p
     assert len(linear) == (4 if q_lora_rank is None else 5)
     FastLanguageModel.get_peft_model(model, r=4)
     assert {name for name, module in attention.named_children() if hasattr(module, "lora_A")} == linear
-
-
-def test_the_seed_decides_the_adapter(folder):
-    def weights(seed):
-        model = FastLanguageModel.get_peft_model(load(folder)[0], r=4, random_state=seed)
-        return torch.cat([p.flatten() for name, p in model.named_parameters() if "lora_A" in name])
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -267,19 +228,6 @@ def test_quantised_weights_train_and_merge(folder, tmp_path, bits):
     assert error(alone(plain(tmp_path / "merged")), expected) < 0.1 * moved
 
 
-def test_weights_in_4_bits_that_bitsandbytes_cannot_pack_are_evaluated(folder, monkeypatch):
-    """As on a CPU with AVX512-BF16, where its evaluation fails on the 172 inputs of a tiny model's MLP."""
-    modules = pytest.importorskip("bitsandbytes.nn.modules")
-    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
-    model, _ = load(folder, load_in_4bit=True)
-    for layer in model.modules():
-        if isinstance(layer, modules.Linear4bit):
-            layer.support_avx512bf16_for_cpu &= layer.in_features % 64 > 0  # others need such a CPU
-    with torch.no_grad():
-        trained = model.train()(**packed_row(seed=5)).logits.double()
-    assert error(logits(model), trained) < 1e-6
-
-
 def test_full_finetuning_trains_every_weight(folder, tmp_path):
     model, tokenizer = load(folder, full_finetuning=True, dtype=None)
     assert model.dtype == torch.float32
@@ -338,29 +286,10 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_path):
-    """A second chat template lies in a folder of its own."""
-    model, tokenizer = load(folder)
-    model = FastLanguageModel.get_peft_model(model, r=4)
-    target = tmp_path / "saved"
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-    for word in ("old", "new"):
-        tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": word}
-        model.save_pretrained_merged(target, tokenizer, save_method="lora")
-    assert (target / "notes.txt").read_text() == "mine"
-    assert AutoTokenizer.from_pretrained(target).chat_template["tool_use"] == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length is 0; give a whole number of at least 1"),
         ({"max_seq_length": 257}, "max_seq_length is 257, .* has 256 positions; lower it"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "set together; choose one"),
-        ({"load_in_4bit": True, "full_finetuning": True}, "cannot train quantised weights; drop"),
-        ({"attn_backend": "fast"}, "'fast'.*(flash, xformers|auto)"),
         ({"max_sequence_length": 64}, "does not know max_sequence_length=64; correct the name"),
         ({"torch_dtype": "float16"}, "torch_dtype is 'float16', which .* does not take; give dtype"),
         ({"quantization_config": {}}, "does not take; give load_in_4bit, load_in_8bit or load_in_fp8"),
@@ -372,45 +301,6 @@ def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_p
 def test_what_cannot_be_loaded(folder, options, message):
     with pytest.raises(InputError, match=message):
         load(folder, **options)
-
-
-def test_models_that_are_not_there(folder, tmp_path):
-    with pytest.raises(InputError, match=r"cannot load .*no-such"):
-        load(tmp_path / "no-such")
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(UnsupportedArchitecture, match=r"'gpt2' has no patch; .*supported are "):
-        load(tmp_path / "gpt2")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"r": 0}, "r is 0; give a whole number of at least 1"),
-        ({"lora_dropout": 1.0}, "lora_dropout is 1.0; give a number of at least 0 and below 1"),
-        ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
-        ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
-        ({"max_seq_length": 32}, "max_seq_length is 32, the model was loaded with 64; give it to from_pret"),
-        ({"rank": 8}, "unexpected keyword argument 'rank'; correct its arguments"),
-    ],
-    ids=str,
-)
-def test_adapters_that_cannot_be(folder, options, message):
-    model, _ = load(folder)
-    with pytest.raises(InputError, match=message):
-        FastLanguageModel.get_peft_model(model, **options)
-    FastLanguageModel.get_peft_model(model, r=4)  # as when a notebook's cell is corrected and run again
-
-
-def test_arguments_of_peft_reach_it(folder):
-    options = {"rank_pattern": {"q_proj": 2}, "init_lora_weights": "gaussian", "task_type": "CAUSAL_LM"}
-    targets = {"q_proj", "v_proj"}
-    model = FastLanguageModel.get_peft_model(
-        load(folder)[0], r=4, target_modules=targets, max_seq_length=64, **options
-    )
-    ranks = {name.split(".")[-4]: len(p) for name, p in model.named_parameters() if "lora_A.default" in name}
-    assert ranks == {"q_proj": 2, "v_proj": 4}
-    assert model.peft_config["default"].init_lora_weights == "gaussian"
 
 
 @pytest.mark.parametrize("name", ["demo", "folder"])
@@ -425,29 +315,3 @@ def test_a_pickled_model_saves_itself(name, folder, tmp_path):
     again.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert error(alone(plain(tmp_path / "merged")), logits(model)) < 0.02
     assert "save_method" in again.save_pretrained_merged.__doc__
-
-
-def test_one_adapter_at_a_time(folder):
-    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4)
-    for adapted in (model, model.get_base_model()):
-        with pytest.raises(InputError, match="has an adapter already"):
-            FastLanguageModel.get_peft_model(adapted)
-    with pytest.raises(InputError, match="trains every weight; leave out get_peft_model"):
-        FastLanguageModel.get_peft_model(load(folder, full_finetuning=True)[0])
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked", "says"),
-    [
-        ({"quant_method": "mxfp4"}, "4bit", "stored in mxfp4 already; leave that out"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp8", "stored in bitsandbytes already"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4bit", None),
-    ],
-)
-def test_weights_that_are_stored_quantised_are_not_quantised_again(stored, asked, says):
-    config = SimpleNamespace(quantization_config=stored)
-    given = [asked == kind for kind in ("4bit", "8bit", "fp8")]
-    if says is None:
-        return refuse_stored_quantised("folder", config, *given)
-    with pytest.raises(InputError, match=f"^load_in_{asked}=True, but folder is {says}"):
-        refuse_stored_quantised("folder", config, *given)

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,23 +28,3 @@ def test_peers_train_the_same_weights_on_the_same_tokens(folder, weights):
     assert ours["moment_dtypes"] == {weights: 2 * ours["trained"]}
     assert ours["losses"] == pytest.approx(trl["losses"], rel=1e-3)
     assert min(ours["losses"][-2:]) < ours["losses"][0]
-
-
-def test_gradients_that_are_freed_and_masters_are_told(folder):
-    found = run("ours-train-on-host-in-backward", folder)
-    assert found["gradient_dtypes"] == {}
-    assert found["weight_dtypes"] == {"bfloat16": found["trained"]}
-    assert found["moment_dtypes"] == {"float32": 2 * found["trained"]}
-    assert found["clipped_to"] == 0
-    said = full.line_of(found)
-    assert "gradients none, moments 1,640,704 in float32" in said
-    assert "0 of 6 rows replayed; step not captured: a graph makes all gradients at once" in said
-
-
-def test_rows_are_counted_that_are_replayed_in_either_way():
-    at_once, in_the_end = iter([None, "replayed", None]), iter(["captured", None])
-    graphs = SimpleNamespace(replay=lambda: next(at_once), run=lambda: next(in_the_end))
-    replayed = full.count_replays(SimpleNamespace(get_decoder=lambda: SimpleNamespace(step_graphs=graphs)))
-    for _ in range(3):
-        graphs.replay() or graphs.run()
-    assert replayed == [True, True, False]

@@ -68,13 +68,6 @@ def test_arguments_keep_their_names_order_and_defaults(name, arguments):
     assert all(each.default is not REQUIRED or each.kind is each.VAR_KEYWORD for each in parameters[n_kept:])
 
 
-def test_keyword_only_arguments():
-    by_name = {"pack_sequences": ["strategy"], "concatenate_and_pack": ["max_length", "pad_token_id"]}
-    for name, keywords in by_name.items():
-        parameters = inspect.signature(getattr(packing, name)).parameters
-        assert all(parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY for keyword in keywords)
-
-
 def test_flags_and_subcommands_keep_their_names():
     known = set(train_parser()._option_string_actions)
     assert {f"--{name}" for name in FLAGS.split()} <= known

@@ -5,26 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-
-from unsloth_pack.cli import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[1]
-
-
-def pages(nav):
-    """The paths that a navigation leads to."""
-    if isinstance(nav, str):
-        return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return [path for part in parts for path in pages(part)]
-
-
-def test_the_navigation_leads_everywhere():
-    named = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert {f"commands/{name}.md" for name in SUBCOMMANDS} <= named
-    assert {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= named
-    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} <= named
 
 
 @pytest.mark.extras

@@ -8,9 +8,8 @@ import torch
 from tiny import random_documents, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput
-from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, free_bytes
-from unsloth_pack.cuda_graphs.shapes import Embedded
+from unsloth_pack.cuda_graphs.capture import StepOutput
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.packed_row.row import PackedRow
 
@@ -99,83 +98,6 @@ def test_launching_holds_the_device_up_from_a_share_of_its_time_on(host, device,
     try_rows(trials, machine, (host, device))
     assert trials.is_held_up(1024) is is_held_up
     assert trials.times(1024) == (f"{1e3 * max(host, device):.1f} ms", f"{1e3 * host:.1f} ms")
-
-
-def test_what_compiles_and_what_is_slow_once_does_not_count():
-    machine = Machine()
-    trials = trials_on(machine)
-    try_rows(trials, machine, (3.0, 0.045), (0.012, 0.045))
-    assert trials.is_held_up(1024) is False
-    trials = trials_on(machine)
-    try_rows(trials, machine, (0.020, 0.005), (0.020, 0.900))  # another process has the device meanwhile
-    assert trials.is_held_up(1024) is True
-
-
-def test_times_are_read_when_the_device_has_got_there_and_not_waited_for():
-    machine = Machine()
-    trials = trials_on(machine)
-    try_rows(trials, machine, (0.01, 0.5), (0.01, 0.5), pause=0.0)
-    n_waits, now = machine.n_waits, machine.host
-    assert trials.is_held_up(1024) is None  # the device is in the second row
-    assert (machine.n_waits, machine.host) == (n_waits, now)
-    machine.host += 1
-    assert trials.is_held_up(1024) is False
-
-
-def test_what_the_device_had_to_do_before_is_not_counted():
-    """A backward pass may still run: launches that fit into it would look free, or the pass slow."""
-    machine = Machine()
-    trials = trials_on(machine)
-    for _ in range(2):
-        machine.runs(0.001, 7.0)
-        try_rows(trials, machine, (0.020, 0.005))
-    assert trials.is_held_up(1024) is True
-    assert trials.times(1024).device == "20.0 ms"
-
-
-def test_few_rows_of_a_size_are_measured():
-    machine = Machine()
-    trials = trials_on(machine)
-    try_rows(trials, machine, *[(0.012, 0.045)] * 9)
-    assert machine.n_waits == 4
-    assert machine.n_marks == 8
-    for _ in range(9):
-        with trials.replay(1024, CPU):
-            machine.runs(0.001, 0.040)
-    assert machine.n_waits == 4  # replays are not waited for
-    assert machine.n_marks == 16
-
-
-def test_a_pass_that_breaks_is_not_measured():
-    machine = Machine()
-    trials = trials_on(machine)
-
-    def break_down(*_):
-        raise torch.OutOfMemoryError
-
-    runs, machine.runs = machine.runs, break_down
-    with pytest.raises(torch.OutOfMemoryError):
-        try_rows(trials, machine, (5.0, 5.0))
-    machine.runs = runs
-    try_rows(trials, machine, (0.020, 0.005), (0.020, 0.005))
-    assert trials.times(1024) == ("20.0 ms", "20.0 ms")
-
-
-def test_other_sizes_settle_what_they_can():
-    machine = Machine()
-    trials = trials_on(machine)
-    try_rows(trials, machine, *[(0.020, 0.005)] * 2)
-    assert trials.is_held_up(512) is True  # fewer tokens take no longer
-    assert trials.is_held_up(1280) is True  # 25 ms at most
-    assert trials.is_held_up(4096) is None  # 80 ms at most, for all that is known
-    with trials.replay(1024, CPU):
-        machine.runs(0.0, 0.005)
-    machine.host += 1
-    assert trials.is_held_up(4096) is True  # 20 ms, since nothing holds a replay up
-    assert trials.is_held_up(8192) is None
-    try_rows(trials, machine, *[(0.020, 0.044)] * 2, tokens=8192)
-    assert trials.is_held_up(8192) is False
-    assert trials.is_held_up(16384) is False  # not tried, but no shorter
 
 
 def need(text):
@@ -270,18 +192,6 @@ def test_a_step_that_python_keeps_busy_is_not_captured(decoder):
     assert graphs.why_not == why  # from the first row on
 
 
-def test_a_decoder_that_needs_no_graphs_is_not_looked_at(decoder, monkeypatch):
-    machine = Machine()
-    graphs = graphs_on(machine)
-    looked = []
-    matches = DecoderState.matches
-    monkeypatch.setattr(DecoderState, "matches", lambda *a: looked.append("looked") or matches(*a))
-    steps(graphs, decoder, machine, 4, 0.0121, 0.0452)
-    looked.clear()
-    assert steps(graphs, decoder, machine, 3, 0.0121, 0.0452) == [None] * 3
-    assert not looked
-
-
 def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):
     machine = Machine(free=15)
     graphs = graphs_on(machine)
@@ -293,21 +203,6 @@ def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):
     decoder.layers[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
     assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == ["replayed"]
     assert graphs.why_not is None
-
-
-def test_rows_of_embeddings_are_measured_by_themselves(decoder):
-    """Text waits for Python, which says nothing about rows of the same size with images."""
-    machine = Machine()
-    graphs = graphs_on(machine)
-    row, embeds = PackedRow.of_lengths([64], CPU), Embedded(torch.zeros(1, 64, 64))
-    assert steps(graphs, decoder, machine, 3, 0.02, 0.005)[-1] == "replayed"
-    for _ in range(5):
-        assert graphs.run(decoder, row, embeds) is None
-        with graphs.tried(row):
-            machine.runs(0.02, 0.05)
-        machine.host += 1
-    assert graphs.why_not == "the GPU computes longer than Python launches: 50.0 ms against 20.0 ms"
-    assert graphs.run(decoder, row, IDS) == "replayed"
 
 
 class Slow(DeviceTimer):
@@ -336,19 +231,3 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
         model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])
     assert len(replayed) == 4 * is_captured
     assert str(graphs).startswith("captured for" if is_captured else "not captured: the GPU computes longer")
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_read():
-    gauge, x = DeviceTimer(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
-    gauge.wait()
-    start, began = gauge.mark(), gauge.now()
-    for _ in range(20):
-        x @ x
-    launched, end = gauge.now() - began, gauge.mark()
-    assert not gauge.has_passed(end)
-    gauge.wait()
-    assert gauge.has_passed(end)
-    assert launched < gauge.between(start, end) < gauge.now() - began
-    assert gauge.peak() >= gauge.allocated() >= x.numel() * x.element_size()
-    assert 0 < gauge.free() == free_bytes(torch.device("cuda")) < torch.cuda.mem_get_info()[1]

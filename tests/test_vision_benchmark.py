@@ -1,6 +1,5 @@
 """The rulers for images: all peers train the same on the same pixels, and every update is told."""
 
-import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -10,8 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import vision
-import vision_tower
-from vision_shapes import SHAPES, build
+from vision_shapes import build
 
 
 @pytest.fixture(scope="module")
@@ -34,37 +32,3 @@ def test_peers_train_the_same_on_the_same_images(name, images, tower, work):
     assert {key: ours[key] for key in same} == {key: trl[key] for key in same}
     assert ours["losses"] == pytest.approx(trl["losses"], abs=1e-4)
     assert ours["places"] == ours["tokens"] < trl["places"]
-
-
-def test_all_peers_recompute_layers_where_a_case_asks_for_it(work):
-    plain = run("ours", "tiny", work)
-    assert "weights train without gradient checkpointing (0 modules)" in vision.line_of(plain)
-    for peer in ("ours", "trl"):
-        one = run(peer, "tiny", work, checkpointing=True)
-        assert one["recomputing"] >= SHAPES["tiny"].text["num_hidden_layers"]
-        assert one["losses"] == pytest.approx(plain["losses"], abs=1e-4)
-        assert "weights train with gradient checkpointing" in vision.line_of(one)
-
-
-def towers(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["vision_tower.py", "--sides=tiny", "--row_tokens=512", *arguments])
-    return vision_tower.main()
-
-
-def test_towers_agree(monkeypatch, tmp_path):
-    path = tmp_path / "a.json"
-    assert towers(monkeypatch, "--shapes=tiny,tiny-2.5", "--rows=2", "--repeats=3", f"--json={path}") == 0
-    found = json.loads(path.read_text())["towers"]
-    assert [one["tower"] for one in found] == ["tiny", "tiny-2.5"]
-    for one in found:
-        for peer in ("ours", "sdpa"):
-            assert 0 < one[peer]["error"] < 1e-5
-            assert len(one[peer]["seconds"]) == 6
-
-
-def test_a_tower_that_is_wrong_is_told(monkeypatch):
-    def patched_wrongly(model):
-        model.model.visual.blocks[0].mlp.linear_fc1.weight.data.mul_(2)
-
-    monkeypatch.setattr(vision_tower, "patch_model", patched_wrongly)
-    assert towers(monkeypatch, "--shapes=tiny", "--rows=1", "--repeats=1") == 1

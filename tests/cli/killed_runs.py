@@ -93,12 +93,6 @@ def die_before_the_adapter_is_saved():
     unsloth_pack.cli.train._save_adapter = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_before_the_summary():
-    from unsloth_pack.cli.run_report import RunReport
-
-    RunReport.write_page = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-
-
 def leave_the_output_unread():
     reader, writer = os.pipe()
     os.dup2(writer, 1)

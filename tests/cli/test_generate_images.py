@@ -1,11 +1,9 @@
 """`unsloth-pack generate` with images."""
 
 import re
-import shutil
 
 import pytest
 import torch
-from image_runs import train
 from tiny_vision import picture
 from tokenizers.processors import TemplateProcessing
 
@@ -72,22 +70,6 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
         assert ids[1] != first
 
 
-def test_a_model_without_a_processor_answers_to_text(place, tmp_path, asked):
-    """As one that was trained on text alone may be saved."""
-    folder = tmp_path / "model"
-    shutil.copytree(place / "model", folder)
-    for file in (*folder.glob("*processor_config.json"), *folder.glob("chat_template*")):
-        if "processor" in file.name:
-            file.unlink()
-    assert asked(ASKED, model=folder)
-    assert "cannot" in asked(ASKED, "0.png", model=folder, code=2).lower()
-
-
-def test_an_adapter_is_asked_about_images(asked, place, tmp_path):
-    train(place, tmp_path / "out", "--max_steps", 1)
-    assert asked(ASKED, "0.png", model=tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("prompt", "images", "says"),
     [
@@ -102,7 +84,3 @@ def test_what_is_refused(prompt, images, says, asked, tmp_path):
     said = asked(prompt, *images, code=2)
     assert re.search(says, said)
     assert said.count("\n") == 1
-
-
-def test_a_model_of_text_takes_no_image(asked):
-    assert re.search("demo takes no images; leave it out", asked("a", "0.png", model="demo", code=2))

@@ -7,7 +7,7 @@ import shutil
 import pyarrow as pa
 import pytest
 import torch
-from image_runs import flags, refused, without_folder, write
+from image_runs import flags, refused, without_folder
 from packs_on_disk import edit_manifest, rewrite
 from prepared_runs import prepare
 
@@ -80,17 +80,6 @@ def test_packs_without_their_column_or_for_another_processor_are_refused(place, 
     assert "stands for an image, and has no images; pack the data anew" in refused(capsys, arguments)
 
 
-@pytest.mark.parametrize("are_paths", [False, True])
-def test_the_command_that_is_printed_trains(place, tmp_path, capsys, monkeypatch, are_paths):
-    monkeypatch.setenv("COLUMNS", "400")
-    pack(place, tmp_path / "packs", *(["--image_paths"] if are_paths else []))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "train with" in line]
-    command = line.strip("│ ").partition("unsloth-pack ")[2].split()
-    assert ("--image_folder" in command) == are_paths
-    made = prepare(read_options([*command, "--output_dir", str(tmp_path / "out"), "--max_steps=1"]))
-    assert batches_of(made)
-
-
 def test_paths_in_packs_that_lead_to_no_image_are_refused_before_training(place, tmp_path, capsys):
     packs, seen = tmp_path / "packs", shutil.copytree(place / "seen", tmp_path / "seen")
     pack(place, packs, "--image_paths", "--image_folder", seen)
@@ -117,12 +106,3 @@ def test_no_path_in_packs_leads_out_of_the_image_folder(place, tmp_path, capsys,
     arguments = on_packs(place, packs, tmp_path / "out", "--skip_broken_images")
     said = refused(capsys, [*arguments, "--image_folder", str(seen)])
     assert "a path that leads out of the image folder" in said
-
-
-def test_the_folder_of_absolute_paths_is_not_needed(place, tmp_path):
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-    rows = [row | {"images": [str(place / "seen" / name) for name in row["images"]]} for row in rows]
-    data = write(tmp_path / "whole.jsonl", rows)
-    command = ["pack", "--model_name", place / "model", "--dataset", data, "--out", tmp_path / "packs"]
-    assert main([str(each) for each in [*command, "--image_paths", "--max_seq_length", 256]]) == 0
-    assert batches_of(prepare(read_options(on_packs(place, tmp_path / "packs", tmp_path / "out"))))

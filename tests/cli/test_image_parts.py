@@ -4,12 +4,9 @@ import pytest
 import torch
 from image_runs import flags, train
 from safetensors.torch import load_file
-from tiny_tiles import tile_model
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.config.options import ImageOptions
-from unsloth_pack.run.trained import freeze_parts
 
 PARTS = {"visual.blocks": "tower", "visual.merger": "aligner", "visual.deepstack": "aligner"}
 
@@ -84,21 +81,3 @@ def test_full_tuning_leaves_the_tower_as_it_was(place, tmp_path):
         is_tower = "visual" in name and "merger" not in name
         assert torch.equal(after[name], weight) == is_tower, name
     assert (tmp_path / "out" / "processor_config.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("option", "stays", "trains"),
-    [
-        ("freeze_llm", {"language_model", "lm_head"}, {"image_newline", "multi_modal_projector"}),
-        ("freeze_aligner", {"image_newline", "multi_modal_projector"}, {"language_model", "lm_head"}),
-    ],
-)
-def test_what_lies_outside_of_the_parts_freezes_with_the_part_that_it_is_of(option, stays, trains):
-    """A head that is not tied, and a weight between images and text."""
-    model = tile_model("llava_onevision")
-    freeze_parts(model, ImageOptions(**{option: True}))
-    weights = {name.removeprefix("model."): weight for name, weight in model.named_parameters()}
-    trained = {name.partition(".")[0] for name, weight in weights.items() if weight.requires_grad}
-    frozen = {name.partition(".")[0] for name, weight in weights.items() if not weight.requires_grad}
-    assert frozen - {"vision_tower"} == stays
-    assert trained == trains

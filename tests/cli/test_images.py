@@ -4,18 +4,15 @@ import json
 import re
 import shutil
 
-import datasets
 import pytest
 import torch
-from image_runs import flags, prepared, refused, rows_of, train, without_folder, write
+from image_runs import flags, prepared, refused, rows_of, train, write
 from safetensors.torch import load_file
-from tiny_vision import encoded, picture
+from tiny_vision import picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
+from unsloth_pack import FastVisionModel, VisionDataCollator
 from unsloth_pack.cli import main
-from unsloth_pack.data import cache
-from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.report.metrics import read_losses
 
 
@@ -89,82 +86,6 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
             error = (merged(**row).logits - adapted.eval()(**row).logits).norm() / merged(**row).logits.norm()
         assert error < 0.02
         assert AutoImageProcessor.from_pretrained(folder).patch_size == 16
-
-
-def test_the_config_of_a_run_repeats_it_from_anywhere(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(place)
-    one = train(place, tmp_path / "one", "--image_folder", "seen", "--max_steps", 1)
-    monkeypatch.chdir(tmp_path)
-    config = tmp_path / "one" / "config.yaml"
-    assert main(["--config", str(config), "--output_dir", "two"]) == 0
-    two = load_file(tmp_path / "two" / "adapter_model.safetensors")
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_equal_texts_with_other_images_are_held_out_apart(place, tmp_path):
-    turns = rows_of(place)[1]["messages"]
-    images = ["1-0.png", "1-0.png", "5-0.png", "9-0.png"]
-    data = write(tmp_path / "same.jsonl", [{"messages": turns, "images": [name]} for name in images])
-    limits = ["--max_pixels", 1024, "--min_pixels", 1024]  # so that each takes one token
-    made = prepared(place, tmp_path, "--dataset", data, "--eval_fraction", 0.5, *limits)
-    held = [image["path"] for row in made.evaluation.rows for image in row["images"]]
-    trained = [image["path"] for row in made.train.rows for image in row["images"]]
-    assert sorted(held + trained) == images
-    assert len({*held} & {*trained}) == 0 < len(held)
-
-
-def test_bytes_texts_and_workers(place, tmp_path):
-    """A parquet file of encoded images beside rows of text, evaluated on a part that is held out."""
-    turns = [{"role": "user", "content": "<image>Who is it?"}, {"role": "assistant", "content": "Nobody."}]
-    images = [{"bytes": encoded(picture(50 + 9 * i, 40, i)), "path": None} for i in range(6)]
-    rows = datasets.Dataset.from_dict({"messages": [turns] * 6, "image": images})
-    rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "seen.parquet")
-    named = f"{tmp_path / 'seen.parquet'},{place / 'text.jsonl'}"
-    more = ["--dataset", named, "--eval_fraction=0.3", "--eval_packing=false", "--dataloader_num_workers=1"]
-    assert main(without_folder(flags(place, tmp_path / "out", *more))) == 0
-    lines = list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
-    (ledger,) = [line["ledger"] for line in lines if line["kind"] == "data" and line["use"] == "train"]
-    assert (ledger["rows_read"], ledger["images"]) == (10, 6)
-
-
-def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
-    """As long as no image, no setting and no row is another. Large ones alone are kept."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cache, "_ROWS", 4)  # so that ten rows are many
-    seen = shutil.copytree(place / "seen", tmp_path / "seen")
-    rows = rows_of(place)
-    many = write(tmp_path / "many.jsonl", rows)
-    made = []
-    each = VisionEncoder.each
-    monkeypatch.setattr(VisionEncoder, "each", lambda self, *rows: made.append(1) or each(self, *rows))
-
-    def again(*more, data=many):
-        made.clear()
-        flags = ("--dataset", data, "--image_folder", seen, "--num_proc", 1, "--num_train_epochs", 1)
-        found = prepared(place, tmp_path, *flags, *more).train
-        return bool(made), found
-
-    was_made, first = again()
-    assert was_made
-    was_made, second = again()
-    assert not was_made
-    assert (second.fingerprint, second.ledger) == (first.fingerprint, first.ledger)
-    assert second.rows[:] == first.rows[:]
-    for more in (["--max_seq_length", 200], ["--max_pixels", 4096], ["--shrink_images"]):
-        assert again(*more)[0], more
-        assert not again(*more)[0], more
-
-    picture(200, 60, 1).save(seen / "1-0.png")  # of another size
-    was_made, changed = again()
-    assert was_made
-    assert changed.ledger.vision_tokens > first.ledger.vision_tokens
-    (seen / "1-0.png").unlink()
-    with pytest.raises(InputError, match=r"row 1, column 'images': a path that is no file"):
-        again()
-    without = again("--skip_broken_images")[1].ledger
-    assert without.rows_broken == 1
-    rows[0]["messages"][0]["content"] += " Say more."
-    assert again("--skip_broken_images", data=write(many, rows))[0]
 
 
 def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
@@ -256,21 +177,3 @@ def test_what_is_refused(place, tmp_path, capsys, more, says):
     arguments = [each.format(place=place) for each in more]
     assert re.search(says, refused(capsys, flags(place, tmp_path / "out", *arguments)))
     assert not (tmp_path / "out").exists()
-
-
-def test_verify_and_bench_say_what_they_do_with_images(place, capsys):
-    data = ["--model_name", str(place / "model"), "--dataset", str(place / "rows.jsonl")]
-    assert "the data has images, and those that are checked are random" in refused(capsys, ["verify", *data])
-    assert "the data has images, and bench measures rows of text" in refused(capsys, ["bench", *data])
-
-
-def test_stats_of_images(place, capsys):
-    command = ["stats", "--model_name", place / "model", "--dataset", place / "rows.jsonl"]
-    command += ["--image_folder", place / "seen", "--max_pixels", 4096, "--json"]
-    assert main([str(each) for each in command]) == 0
-    found = json.loads(capsys.readouterr().out)
-    large = [(40 + 8 * i) * (60 + 20 * n) > 4096 for i in range(10) for n in range(i % 4)]
-    assert found["images"]["images"] == len(large) == 13
-    assert found["images"]["resized"] == sum(large) > 0
-    assert 0 < found["images"]["vision_tokens"] <= 4 * 13
-    assert found["images"]["rows_broken"] == 0

@@ -1,9 +1,7 @@
 """A run that is killed at any moment and resumed has the losses, rows and weights of an uninterrupted one."""
 
-import errno
 import json
 import os
-import pkgutil
 import random
 import resource
 import shutil
@@ -16,7 +14,6 @@ import torch
 from cli_runs import losses, read_metrics
 from killed_runs import (
     die_before_the_adapter_is_saved,
-    die_before_the_summary,
     ended,
     fill_the_disk_at_the_second_save,
     kill_after,
@@ -173,17 +170,6 @@ def test_killed_between_the_last_update_and_the_end(flags, whole, tmp_path):
     assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 2
 
 
-def test_killed_after_the_merged_model_was_saved(flags, whole, tmp_path):
-    out = tmp_path / "out"
-    run = start([*flags, "--save_model", f"--output_dir={out}"], tmp_path, die_before_the_summary)
-    assert ended(run) == -signal.SIGKILL
-    assert (out / "merged" / "model.safetensors").is_file()
-    go_on(flags, tmp_path)
-    assert (out / "merged" / "model.safetensors").is_file()
-    assert losses(out) == losses(whole[0] / "out")
-    assert not list(tmp_path.rglob("*.aside"))
-
-
 def test_killed_before_the_first_checkpoint(flags, whole, tmp_path):
     run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path)
     wait_for(tmp_path / "out" / "metrics.jsonl", run)
@@ -297,7 +283,6 @@ def sent(number):
     ("fault", "code", "says"),
     [
         (full(5000), 1, "File too large"),
-        (sent(signal.SIGINT), 130, "interrupted; "),
         (sent(signal.SIGTERM), 143, "interrupted; "),
     ],
 )
@@ -324,48 +309,3 @@ def test_what_goes_wrong_after_the_training(
         return
     assert main(["--resume", f"--output_dir={out}"]) == 0
     assert (out / "merged" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("at", ["run_errors.resume_hint", "_exit_of", "_one_line"])
-def test_sigterm_takes_no_line_away(at, train, monkeypatch, capsys):
-    """torchrun sends it to the processes that remain, as soon as one has ended."""
-    where, came_through = f"unsloth_pack.cli.{at}", []
-    call = pkgutil.resolve_name(where)
-
-    def terminated(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return call(*arguments)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before = signal.signal(signal.SIGTERM, lambda *_: came_through.append(at))
-    try:
-        monkeypatch.setattr("unsloth_pack.training.trainer.RunTrainer.training_step", full)
-        monkeypatch.setattr(where, terminated)
-        assert train() == 1
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert came_through == [at]  # when all was over
-    said = capsys.readouterr().err
-    assert "No space left on device; there is no checkpoint yet, start over with" in said
-
-
-def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):
-    from unsloth_pack.report.callbacks import MetricsFile
-
-    write = MetricsFile.write
-
-    def full(self, kind, **values):
-        if values.get("step") == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, kind, **values)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MetricsFile, "write", full)
-        assert train(save_steps=2) == 1
-    said = capsys.readouterr().err
-    assert "No space left on device; checkpoint-2 is whole, go on with" in said
-    assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 0
-    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4]

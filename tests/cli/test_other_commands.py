@@ -71,22 +71,6 @@ def test_a_prompt_longer_than_the_model(model, capsys):
         assert "but the model has 256 positions; lower it" in said
 
 
-def test_an_adapter_whose_base_is_not_there(finished, capsys):
-    config = finished / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "../gone"}))
-    capsys.readouterr()
-    assert main(["generate", "--model_name", "out", "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    for part in ("the base model of the adapter out: cannot load ../gone", "in out/adapter_config.json"):
-        assert part in said
-
-
-def test_training_an_adapter_again(train, finished, tmp_path, capsys):
-    assert train(model_name=finished, output_dir="again") == 2
-    assert "merge it first with `unsloth-pack merge`" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
-
-
 def test_merge_keeps_what_is_there(finished, tmp_path, capsys):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")

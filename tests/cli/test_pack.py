@@ -10,14 +10,10 @@ import pytest
 from cli_runs import losses, read_metrics, tree
 from model_folder import byte_tokenizer, save_model
 from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
-from prepared_runs import prepare
-from safetensors.torch import load_file
 
 from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
 from unsloth_pack.packing import read_manifest
-from unsloth_pack.run import data as run_data
-from unsloth_pack.run.resolve import read_options
 
 CAPACITY = 128
 
@@ -65,15 +61,10 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--out is missing"),
         (["--out", "full"], "out 'full' is not empty; give a new folder"),
         (["--out", "full/file"], "is a file; give another folder"),
-        (["--out", "full/file/packs"], "is a file; give another folder"),
-        (["--out", "new", "--dataset", "no-such.json"], "no-such.json: file not found"),
         (["--out", "new", "--dataset", "packs"], "packs: packed rows, but documents are needed here"),
         (["--out", "new", "--strategy", "best"], "one of next_fit, first_fit, ffd, bfd"),
-        (["--out", "new", "--max_seq_length", "1"], "raise max_seq_length"),
-        (["--out", "new", "--max_seq_length", "257"], "max_seq_length is 257"),
     ],
 )
 def test_bad_input_to_pack(flags, message, model, data, packs, refused, tmp_path):
@@ -124,14 +115,6 @@ def test_resume_refuses_other_packs(model, rows, packs, train, tmp_path, capsys)
     assert main(["--resume", f"--output_dir={out}"]) == 0
 
 
-def test_the_banner_says_so(train, packs, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
-    assert train(dataset=packs, max_seq_length=None, max_steps=1, per_device_train_batch_size=3) == 0
-    shown = capsys.readouterr().out
-    assert "always trained on as packed" in shown
-    assert "3 packed rows, flattened into one" in shown
-
-
 WHOLE = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1}  # an update sees all rows
 
 
@@ -158,9 +141,6 @@ def first_loss(train, packs, tmp_path):
     [
         {},
         {"sample_packing": True, "max_seq_length": 256, "use_dora": True},
-        {"packing": True, "padding_free": True, "keep_examples_per_update": True},
-        {"use_gradient_checkpointing": True, "attn_backend": "sdpa"},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1000},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1000},
     ],
 )
@@ -169,35 +149,16 @@ def test_no_flag_lets_documents_see_each_other(flags, first_loss, truth, monkeyp
     assert first_loss(**flags) == pytest.approx(truth, rel=1e-5)
 
 
-def test_one_causal_mask_would_give_another_loss(first_loss, truth, monkeypatch):
-    """What the tests above would see if the boundaries were lost."""
-    read = run_data.read_packs
-
-    def without_boundaries(*arguments):
-        manifest, rows = read(*arguments)
-        whole = [[len(ids)] for ids in rows["input_ids"]]
-        return manifest, rows.remove_columns("seq_lengths").add_column("seq_lengths", whole)
-
-    monkeypatch.setattr(run_data, "read_packs", without_boundaries)
-    assert first_loss() != pytest.approx(truth, rel=1e-3)
-
-
 CONTRADICTIONS = [
     (["--sample_packing=false"], "sample_packing is false, but true for the packed rows"),
-    (["--packing=false", "--padding_free"], "sample_packing is false, but true for the packed rows"),
     (["--padding_free=false"], "padding_free is false, but true for the packed rows"),
     (["--train_on_responses_only"], "train_on_responses_only is true, but false for the packed rows"),
     (["--max_seq_length=127"], "max_seq_length is 127 and packs holds rows of up to 128 tokens"),
     (["--eval_dataset=packs", "--eval_packing=false"], "eval_packing is false, but true for the packed"),
-    (["--max_seq_length=512"], "max_seq_length is 512"),
-    (["--config=unpacked.yaml"], "sample_packing is false, but true for the packed rows"),
 ]
 OF_EVALUATION = [
     ([], "sample_packing is false, but true for the packed rows in packs; give --sample_packing true"),
-    (["--padding_free"], "give --sample_packing true"),
     (["--sample_packing", "--max_seq_length=100"], "packs holds rows of up to 128 tokens"),
-    (["--sample_packing", "--train_on_responses_only"], "but false for the packed rows"),
-    (["--sample_packing", "--eval_packing=false"], "eval_packing is false, but true for"),
 ]
 
 
@@ -205,8 +166,7 @@ OF_EVALUATION = [
     ("use", "flags", "message"),
     [("dataset", *case) for case in CONTRADICTIONS] + [("eval_dataset", *case) for case in OF_EVALUATION],
 )
-def test_flags_that_contradict_packed_rows(use, flags, message, packs, refused, tmp_path):
-    (tmp_path / "unpacked.yaml").write_text("sample_packing: false\n")
+def test_flags_that_contradict_packed_rows(use, flags, message, packs, refused):
     assert message in refused(*flags, **{use: "packs"})
 
 
@@ -225,22 +185,6 @@ def test_packs_that_have_lost_more_than_allowed(model, rows, train, refused, tmp
     assert "long has lost" in refused("--sample_packing", **flags)
 
 
-def test_evaluating_on_packed_rows(train, packs, data, tmp_path):
-    scores = []
-    for name, flags in (
-        ("both", {"dataset": packs, "eval_dataset": packs}),
-        ("eval", {"sample_packing": True, "eval_dataset": packs}),
-        ("single", {"dataset": packs, "eval_dataset": data, "eval_packing": False}),
-        ("none", {"sample_packing": True, "eval_dataset": data}),
-    ):
-        assert train(output_dir=tmp_path / name, max_steps=1, **{"max_seq_length": 128, **flags}) == 0
-        metrics = read_metrics(tmp_path / name)
-        scores.append(next(line["eval_loss"] for line in metrics["log"] if "eval_loss" in line))
-        assert [line["use"] for line in metrics["data"]] == ["train", "eval"]
-    assert scores[:2] == [pytest.approx(scores[3], rel=1e-6)] * 2
-    assert scores[2] == pytest.approx(scores[3], rel=0.2)  # a mean over batches of other sizes
-
-
 DAMAGE = {
     "cut shard": (lambda packs: cut(packs / "shard-00001.arrow"), "bytes of"),
     "flipped byte": (lambda packs: flip_a_byte(packs / "shard-00000.arrow"), "checksum differs"),
@@ -256,12 +200,11 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("use", ["dataset", "eval_dataset"])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_packs(name, use, packs, refused):
+def test_damaged_packs(name, packs, refused):
     damage, message = DAMAGE[name]
     damage(packs)
-    assert message in refused("--sample_packing", max_seq_length=128, **{use: packs})
+    assert message in refused("--sample_packing", max_seq_length=128, dataset=packs)
 
 
 def test_packs_of_another_tokenizer(packs, refused, model, tmp_path):
@@ -277,84 +220,8 @@ def test_packed_ids_beyond_the_vocabulary(packs, refused, tmp_path):
     assert "outside the vocabulary, 0 to 99" in refused(dataset=packs, model_name=small)
 
 
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (
-            {"packed_seq_lengths": [[0]]},
-            "columns input_ids, packed_seq_lengths: packed rows without a manifest",
-        ),
-        ({"seq_lengths": [2, 3]}, "columns input_ids, seq_lengths: packed rows without a manifest"),
-        ({"cu_seqlens": [], "labels": [1, 2, 3, 4, 5]}, "columns input_ids, cu_seqlens"),
-        ({"position_ids": [0, 1, 0, 1, 2], "text": "abcd"}, "columns input_ids, position_ids"),
-        ({"labels": [1, 2, 3, 4, 5]}, "holds token ids of an unknown tokenizer"),
-    ],
-)
-@pytest.mark.parametrize(("kind", "flags"), [("jsonl", []), ("parquet", ["--sample_packing"])])
-def test_packed_rows_without_a_manifest(columns, shown, kind, flags, refused, tmp_path):
-    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], **columns}])
-    rows.to_json("rows.jsonl") if kind == "jsonl" else rows.to_parquet("rows.parquet")
-    error = refused(*flags, dataset=f"rows.{kind}", max_seq_length=CAPACITY)
-    assert shown in error
+def test_packed_rows_without_a_manifest(refused, tmp_path):
+    datasets.Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3]}]).to_json("rows.jsonl")
+    error = refused(dataset="rows.jsonl", max_seq_length=CAPACITY)
+    assert "columns input_ids, seq_lengths: packed rows without a manifest" in error
     assert "unsloth-pack pack" in error
-
-
-def test_a_larger_cap_leaves_the_rows_as_they_are(train, packs, tmp_path):
-    assert train(dataset=packs, max_seq_length=256, max_steps=1) == 0
-    fill = read_metrics(tmp_path / "out")["data"][0]["fill"]
-    assert fill["slots"] == fill["rows"] * CAPACITY
-
-
-def test_as_many_documents_an_update_from_packs(packs, model, data, tmp_path):
-    flags = ["--model_name", model, "--output_dir", str(tmp_path / "out"), "--gradient_accumulation_steps=16"]
-    flags += ["--keep_examples_per_update", "--max_seq_length=128"]
-    sources = (["--dataset", str(packs)], ["--dataset", data, "--sample_packing"])
-    from_packs, from_rows = (
-        prepare(read_options([*flags, *source])).config.gradient_accumulation_steps for source in sources
-    )
-    assert from_packs == from_rows < 16
-
-
-def test_a_run_on_packs_goes_on_as_if_nothing_had_been(train, packs, tmp_path, capsys):
-    flags = {"dataset": packs, "max_seq_length": None, "save_steps": 2, "max_steps": 5, "lora_dropout": 0.2}
-    assert train(**flags, output_dir=tmp_path / "whole") == 0
-    assert train(**flags) == 0
-    out = tmp_path / "out"
-    shutil.rmtree(out / "checkpoint-5")
-    assert main(["--resume", "--output_dir", str(out)]) == 0
-    assert losses(out) == losses(tmp_path / "whole")
-    assert len(read_metrics(out)["data"]) == 1
-    finished, whole = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "whole"))
-    assert all((finished[name] == whole[name]).all() for name in whole)
-    shutil.rmtree(out / "checkpoint-5")
-    cut(packs / "shard-00000.arrow")
-    assert main(["--resume", "--output_dir", str(out)]) == 2
-    assert "bytes of" in capsys.readouterr().err
-
-
-def test_a_large_data_set_is_prepared_as_a_small_one(model, data, tmp_path, monkeypatch):
-    """By any number of processes, into packs and for a run, from files that the cache holds."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    common = ["--model_name", model, "--dataset", data, "--max_seq_length", "144"]
-    flags = [
-        *common,
-        "--max_steps=3",
-        "--sample_packing",
-        "--gradient_accumulation_steps=1",
-        "--dtype=float32",
-    ]
-    assert main(["pack", *common, "--out", "packs"]) == 0
-    assert main([*flags, "--output_dir", "small"]) == 0
-    monkeypatch.setattr("unsloth_pack.data.files._SMALL", 0)
-    monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 7)
-    for num_proc in ("1", "3"):
-        assert main(["pack", *common, "--out", num_proc, "--num_proc", num_proc]) == 0
-        shutil.rmtree(tmp_path / "cache")
-        for path in (tmp_path / "packs").iterdir():
-            assert (tmp_path / num_proc / path.name).read_bytes() == path.read_bytes()
-    assert main([*flags, "--output_dir", "large", "--num_proc", "2"]) == 0
-    assert losses(tmp_path / "large") == losses(tmp_path / "small")
-    small, large = (read_metrics(tmp_path / name)["data"] for name in ("small", "large"))
-    assert small == large
-    parts = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "unsloth_pack").iterdir()}
-    assert parts == {"rows", "documents", "packed"}

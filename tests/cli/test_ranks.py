@@ -20,10 +20,6 @@ CUT = {"max_seq_length": 128, "max_token_loss": 1}
 SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
 
 
-# Torchrun itself, and processes that begin as its do; both end as the first of them that fails
-LAUNCHERS = pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
-
-
 def assert_same_adapter(folder, other):
     adapters = [load_file(path / "adapter_model.safetensors") for path in (folder, other)]
     assert adapters[0].keys() == adapters[1].keys()
@@ -58,29 +54,6 @@ def test_two_processes_of_torchrun_make_the_update_of_one(train, model, data, ro
     assert_same_adapter(tmp_path / "out", tmp_path / "two")
 
 
-@pytest.mark.nightly
-def test_two_processes_train_on_top_of_an_adapter(train, model, data, tmp_path):
-    """The main one merges; a refusal of one of them leaves nothing that both would have trained on."""
-    first = tmp_path / "first"
-    assert train("--sample_packing", output_dir=first, **CUT) == 0
-    on_top = SIX_UPDATES | {"init_adapter": first, "merge_init_adapter": True}
-    two = on_top | {"dataset": data, "output_dir": tmp_path / "two", "gradient_accumulation_steps": 2}
-    late = torchrun(2, "--sample_packing", **two, learning_rates='{"lora_embedding_B": 1e-3}')
-    assert late.returncode == 1
-    assert "lora_embedding_B" in late.stderr
-    assert "Error" not in late.stderr.replace("ChildFailedError", "")
-    assert not [*tmp_path.glob("two/**/*")]
-    done = torchrun(2, "--sample_packing", "--dtype=float32", **two)
-    assert done.returncode == 0, done.stderr
-    assert train("--sample_packing", **on_top, gradient_accumulation_steps=4) == 0
-    one, of_two = losses(tmp_path / "out"), losses(tmp_path / "two")
-    torch.testing.assert_close(torch.tensor([*of_two.values()]), torch.tensor([*one.values()]))
-    assert_same_adapter(tmp_path / "out", tmp_path / "two")
-    bases = [load_file(tmp_path / name / "base" / "model.safetensors") for name in ("out", "two")]
-    assert all(torch.equal(bases[0][name], bases[1][name]) for name in bases[0])
-    assert not (tmp_path / "two" / ".base").exists()
-
-
 def test_all_of_a_model_trains_on_two_processes(train, model, data, tmp_path):
     """As on one; resumed too. A part that is frozen has no gradient in either."""
     flags = SIX_UPDATES | {"tuning": "full", "freeze_modules": "layers.0", "learning_rate": 1e-3}
@@ -103,40 +76,11 @@ def test_all_of_a_model_trains_on_two_processes(train, model, data, tmp_path):
     assert all(torch.equal(resumed[name], weight) for name, weight in ends[1].items())
 
 
-def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_path):
-    """As trained on, in what the loss is a mean of and in all tokens alike; not in the evaluation."""
-    (tmp_path / "row.json").write_text(json.dumps(rows[:1]))
-    flags = {"model_name": model, "dataset": tmp_path / "row.json", "output_dir": tmp_path / "out"}
-    flags |= CUT | {"max_steps": 3, "gradient_accumulation_steps": 1}
-    done = torchrun(2, "--sample_packing", **flags)
-    assert done.returncode == 0, done.stderr
-    metrics = read_metrics(tmp_path / "out")
-    (data,), (summary,) = metrics["data"], metrics["summary"]
-    assert summary["tokens_trained"] == 3 * 2 * data["fill"]["tokens"]
-    assert summary["tokens_counted"] == 3 * 2 * data["ledger"]["tokens_counted"]
-    assert summary["tokens_padded"] == 0
-    logged = [line["num_tokens"] for line in metrics["log"] if "num_tokens" in line]
-    assert logged[-1] == summary["tokens_trained"]
-
-
-def test_processes_that_prepare_large_data_at_once_share_one_preparation(model, rows, tmp_path, monkeypatch):
-    """Data of more than 4 MiB lies in the data set cache, which is empty as both of them begin."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    line = json.dumps(rows[0]) + "\n"
-    (tmp_path / "large.jsonl").write_text(line * (2**22 // len(line) + 100))
-    flags = CUT | {"max_steps": 2, "model_name": model, "dataset": tmp_path / "large.jsonl"}
-    done = torchrun(2, "--sample_packing", **flags, output_dir=tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    kinds = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "unsloth_pack").iterdir()}
-    assert kinds == {"rows", "documents", "packed"}
-
-
-@LAUNCHERS
-def test_a_process_that_is_killed_ends_the_run_with_the_way_on(real, model, data, tmp_path):
+def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_path):
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
     flags |= CUT | {"max_steps": 6, "save_steps": 2}
     program = Path(__file__).with_name("killed_rank.py")
-    done = torchrun(2, "--sample_packing", program=program, real=real, **flags)
+    done = torchrun(2, "--sample_packing", program=program, **flags)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("unsloth-pack: ")]
     assert said == [
@@ -145,8 +89,7 @@ def test_a_process_that_is_killed_ends_the_run_with_the_way_on(real, model, data
     ]
 
 
-@LAUNCHERS
-def test_a_signal_to_one_process_stops_all_at_the_same_update(real, model, data, tmp_path):
+def test_a_signal_to_one_process_stops_all_at_the_same_update(model, data, tmp_path):
     out, error_file = tmp_path / "out", tmp_path / "error.json"
     flags = (
         {"model_name": model, "dataset": data, "output_dir": out}
@@ -154,7 +97,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_update(real, model, data,
         | {"max_steps": 40, "gradient_accumulation_steps": 1}
     )
     program = Path(__file__).with_name("stopped_rank.py")
-    done = torchrun(2, "--sample_packing", program=program, error_file=error_file, real=real, **flags)
+    done = torchrun(2, "--sample_packing", program=program, error_file=error_file, **flags)
     assert done.returncode == 1
     assert json.loads(error_file.read_text())["message"]["errorCode"] == 143
     (stopped,) = read_metrics(out)["stopped"]

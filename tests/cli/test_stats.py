@@ -31,16 +31,6 @@ def test_json_holds_the_report(model, data, lengths, capsys):
         assert mine["padding"] == {str(batch): share for batch, share in theirs.padding.items()}
 
 
-def test_images_lengthen_every_document(model, data, lengths, capsys):
-    command = ["stats", "--model_name", model, "--dataset", data, "--json"]
-    assert main([*command, "--image_sizes", "64x33,1x1"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["tokens"] == sum(lengths) + len(lengths) * (2 * 2 + 1)
-    assert main([*command, "--image-sizes", "64x33", "--vision_patch", "8", "--vision_merge", "1"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["tokens"] == sum(lengths) + len(lengths) * 8 * 5
-
-
 @pytest.mark.draws
 def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")

@@ -1,6 +1,5 @@
 """`train --streaming` on rows with images: the same documents, and the same rows after a stop."""
 
-import json
 import os
 import shutil
 import signal
@@ -8,12 +7,11 @@ import signal
 import datasets
 import numpy as np
 import pytest
-from image_runs import flags, prepared, refused, rows_of, without_folder, write
+from image_runs import flags, prepared, rows_of, without_folder, write
 from prepared_runs import prepare
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
-from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.report.metrics import read_losses
 from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
@@ -58,7 +56,7 @@ def documents(rows, n):
     return found
 
 
-@pytest.mark.parametrize("kind", ["files", "bytes", "a mixture with text"])
+@pytest.mark.parametrize("kind", ["files", "bytes"])
 def test_the_documents_of_a_pass_are_those_of_the_data_read_at_once(kind, place, tmp_path, little_at_a_time):
     more = []
     if kind == "bytes":
@@ -68,19 +66,9 @@ def test_the_documents_of_a_pass_are_those_of_the_data_read_at_once(kind, place,
         ]
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
         more = ["--dataset", tmp_path / "rows.parquet"]
-    if kind == "a mixture with text":
-        sets = [{"path": str(place / name)} for name in ("rows.jsonl", "text.jsonl")]
-        (tmp_path / "mixed.yaml").write_text(json.dumps({"dataset": sets}))
-        made = [*map(str, ["--config", tmp_path / "mixed.yaml"])]
-        given = flags(place, tmp_path / "out")
-        place_of = given.index("--dataset")
-        given = given[:place_of] + given[place_of + 2 :] + made
-        at_once = prepare(read_options([word for word in given if word != "--sample_packing"]))
-        streamed = prepare(read_options([*given, *map(str, STREAM)]))
-    else:
-        given = flags(place, tmp_path / "out", *more)
-        at_once = prepare(read_options(without_folder(given) if kind == "bytes" else given))
-        streamed = prepared(place, tmp_path, *STREAM, *more)
+    given = flags(place, tmp_path / "out", *more)
+    at_once = prepare(read_options(without_folder(given) if kind == "bytes" else given))
+    streamed = prepared(place, tmp_path, *STREAM, *more)
     expected = documents(at_once.train.rows, 1000)
     found = documents(streamed.train.rows, len(expected))
     assert sorted(found, key=str) == sorted(expected, key=str)
@@ -131,61 +119,3 @@ def test_a_broken_image_stops_the_run_or_is_skipped(place, tmp_path, little_at_a
     seen.clear()
     assert main(flags(place, tmp_path / "skipped", *more, "--skip_broken_images")) == 0
     assert len(seen) == 30
-
-
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([{"prompt": "Say <|image_pad|>", "completion": "no"}], "which stands for an image"),
-        ([{"messages": [{"role": "user", "content": "<image>?"}], "images": []}], "row 0, column"),
-    ],
-    ids=["a token of images in a text", "a mark without an image"],
-)
-def test_what_cannot_be_trained_on_is_refused_at_once(rows, told, place, tmp_path, capsys):
-    wrong = write(tmp_path / "wrong.jsonl", rows)
-    sets = [{"path": str(path)} for path in (place / "rows.jsonl", wrong)]
-    (tmp_path / "mixed.yaml").write_text(json.dumps({"dataset": sets}))
-    given = flags(place, tmp_path / "out", *STREAM)
-    place_of = given.index("--dataset")
-    given = given[:place_of] + given[place_of + 2 :]
-    assert told in refused(capsys, [*given, "--config", str(tmp_path / "mixed.yaml")])
-
-
-def stream_of(place, tmp_path, data):
-    """The words of a command line over data, which no image folder is given for."""
-    given = flags(place, tmp_path / "out", *STREAM)
-    given[given.index("--dataset") + 1] = str(data)
-    return without_folder(given)
-
-
-def test_images_that_come_late_are_seen_where_a_folder_is_given(place, tmp_path, little_at_a_time):
-    answer = {"role": "assistant", "content": "No."}
-    text = [{"messages": [{"role": "user", "content": f"{n}?"}, answer]} for n in range(9)]
-    late = write(tmp_path / "late.jsonl", [*text, *rows_of(place)])
-    made = prepared(place, tmp_path, *STREAM, "--dataset", late)
-    found = documents(made.train.rows, 19)
-    assert sum(len(told) for *_, told in found) == sum(n % 4 for n in range(10))
-    rows = prepare(read_options(stream_of(place, tmp_path, late))).train.rows
-    with pytest.raises(RunStopped, match=r"row 10, column 'images'.*if later ones do, give --image_folder"):
-        documents(rows, 19)
-
-
-def test_an_image_in_a_late_part_is_refused(place, tmp_path, little_at_a_time):
-    answer = {"role": "assistant", "content": "No."}
-    contents = [*(f"{n}?" for n in range(60)), [{"type": "image", "image": "a.png"}], "And?"]
-    rows = [{"messages": [{"role": "user", "content": content}, answer]} for content in contents]
-    late = write(tmp_path / "late.jsonl", rows)
-    stream = prepare(read_options(stream_of(place, tmp_path, late))).train.rows
-    with pytest.raises(RunStopped, match=r"row 60, column 'messages'.*if later ones do, give --image_folder"):
-        documents(stream, 62)
-
-
-def test_a_checkpoint_of_a_run_without_images_is_refused(place, tmp_path):
-    text = stream_of(place, tmp_path, place / "text.jsonl")
-    streams = [prepared(place, tmp_path, *STREAM).train.rows, prepare(read_options(text)).train.rows]
-    for number, (stream, what) in enumerate(zip(streams, ("with", "without"), strict=True)):
-        (folder := tmp_path / what).mkdir()
-        next(iter(stream))
-        stream.save(folder, 1)
-        with pytest.raises(InputError, match="saved with by_document="):
-            streams[1 - number].load(folder)

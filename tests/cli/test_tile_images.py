@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from image_runs import flags, make_place, prepared, refused, rows_of, train, without_folder
+from image_runs import flags, make_place, prepared, rows_of, train, without_folder
 from safetensors.torch import load_file
 from tiny_tiles import FAMILIES, save_tile_model
 
@@ -48,17 +48,3 @@ def test_packed_rows_train(place, tmp_path):
     again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert trained.keys() == again.keys()
     assert all(torch.equal(trained[name], again[name]) for name in trained)
-
-
-def test_images_that_cannot_be_shrunk_are_not(place, tmp_path, capsys):
-    if "gemma3" in str(place) or "llava" in str(place):
-        said = refused(capsys, flags(place, tmp_path / "out", "--shrink_images"))
-        assert "have no size to shrink them by; leave out --shrink_images" in said
-
-
-def test_stats_claims_no_limits_of_pixels(place, capsys):
-    given = flags(place, "out")[:4] + flags(place, "out")[6:8]
-    assert main(["stats", *given]) == 0
-    said = capsys.readouterr().out
-    assert "vision tokens" in said
-    assert "resized" not in said

@@ -16,7 +16,6 @@ from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsFile
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.resolve import read_options
-from unsloth_pack.run.validate import validate
 from unsloth_pack.training.checkpoints import state_of
 
 
@@ -92,21 +91,6 @@ def _loss_alone(folder, row):
     return loss.item(), ids.shape[1] - n_prompt
 
 
-def test_the_ledger_adds_up_and_the_fill_is_of_the_same_tokens(train, rows, tmp_path):
-    assert train("--sample_packing", max_seq_length=100, max_steps=1, max_token_loss=0.5) == 0
-    data = read_metrics(tmp_path / "out")["data"][0]
-    ledger, fill = data["ledger"], data["fill"]
-    texts = [f"[user]{row['instruction']}[assistant]{row['output']}" for row in rows]
-    assert ledger["rows_read"] == len(rows)
-    assert ledger["tokens_read"] == sum(len(text) + 1 for text in texts)  # bytes, and the end of the answer
-    assert ledger["tokens_truncated"] == sum(max(0, len(text) + 1 - 100) for text in texts) > 0
-    masked = ledger["tokens_masked_by_template"] + ledger["tokens_masked_at_boundaries"]
-    assert masked + ledger["tokens_counted"] == fill["tokens"] == fill["slots_computed"]
-    assert ledger["tokens_read"] == ledger["tokens_truncated"] + ledger["tokens_dropped"] + fill["tokens"]
-    assert (fill["tokens_padded"], ledger["tokens_split"]) == (0, 0)
-    assert fill["documents"] == ledger["rows_read"] - ledger["rows_fully_masked"] > fill["rows"]
-
-
 @pytest.mark.parametrize("layout", ["--sample_packing", "--padding_free", "--use_rslora"])  # the last: padded
 def test_what_was_trained_is_the_ledger_times_the_epochs(layout, train, tmp_path, capsys):
     flags = {
@@ -144,17 +128,6 @@ def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, caps
     assert (
         train("--overwrite_output_dir", max_seq_length=100, max_steps=1, max_token_loss=float(share[-1])) == 0
     )
-
-
-def test_packed_padded_and_joined_rows_train_alike(train, tmp_path):
-    """A batch of all rows is the same batch in any layout."""
-    first = {}
-    for layout in ("sample_packing", "padding_free", "padded"):
-        flags = {layout: True} if layout != "padded" else {}
-        assert train(output_dir=tmp_path / layout, max_steps=1, per_device_train_batch_size=40, **flags) == 0
-        first[layout] = losses(tmp_path / layout)[1]
-    assert first["padding_free"] == pytest.approx(first["padded"], rel=1e-5)
-    assert first["sample_packing"] == pytest.approx(first["padded"], rel=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -201,22 +174,7 @@ def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, c
     assert not (tmp_path / "out").exists()
 
 
-def test_under_nohup_a_closed_terminal_changes_nothing(train, monkeypatch):
-    log = MetricsFile.on_log
-
-    def hang_up(self, args, state, control, **more):
-        log(self, args, state, control, **more)
-        signal.raise_signal(signal.SIGHUP)
-
-    monkeypatch.setattr(MetricsFile, "on_log", hang_up)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert train() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
     def interrupt(self, args, state, control, **more):
         signal.raise_signal(number)
@@ -244,15 +202,6 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(finishe
     assert list(losses(finished)) == [1, 2, 3]
 
 
-def test_resume_keeps_a_run_that_was_begun_over_another(train, finished, tmp_path):
-    assert train("--overwrite_output_dir", save_steps=2, max_steps=5) == 0
-    whole = losses(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
-    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
-    assert losses(tmp_path / "out") == whole
-    assert (tmp_path / "out" / "checkpoint-4").exists()
-
-
 def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows))
@@ -263,18 +212,6 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert "rows.json is not what the run began with (rows_read was 40, is 39)" in capsys.readouterr().err
     path.write_text(json.dumps(rows))
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
-
-
-def test_a_run_without_a_checkpoint_starts_over_with_the_data_that_is_there(train, rows, tmp_path):
-    """As its last line says, when a row that cannot be trained on has been mended or removed."""
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    assert train(dataset=path, save_steps=2, max_steps=3) == 0
-    for saved in [*(tmp_path / "out").glob("checkpoint-*"), *(tmp_path / "out").glob("adapter_*")]:
-        shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
-    path.write_text(json.dumps(rows[:-1]))
-    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
-    assert [line["ledger"]["rows_read"] for line in read_metrics(tmp_path / "out")["data"]] == [len(rows) - 1]
 
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
@@ -303,15 +240,6 @@ def test_resume_refuses_other_evaluation_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
-def test_no_warning_that_is_untrue(train, caplog):
-    """TRL says of a batch of one row that it gains nothing, which is so where the row is one document."""
-    flags = {"max_steps": 1, "per_device_train_batch_size": 1}
-    assert train("--sample_packing", **flags) == 0
-    assert not [record for record in caplog.records if record.name.startswith("trl.")]
-    assert train("--padding_free", "--overwrite_output_dir", **flags) == 0
-    assert "per_device_train_batch_size of 1 with padding-free" in caplog.text
-
-
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite_output_dir"])
 def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_path, monkeypatch, capsys):
     log, codes = MetricsFile.on_log, []
@@ -330,28 +258,6 @@ def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_p
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4]
 
 
-def test_several_processes_need_a_folder(train, tmp_path, monkeypatch, capsys):
-    """The default contains the time and letters drawn at random; a folder below outputs does not."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train(output_dir=None) == 2
-    assert "output_dir is missing" in capsys.readouterr().err
-    options = read_options(["--output_dir", "outputs/mine"])
-    assert options.output.output_dir == "outputs/mine"
-    validate(options)
-
-
-def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_path):
-    assert train("--save_model", save_steps=2, max_steps=3) == 0
-    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "model.safetensors").write_text("precious")
-    resume = ["--resume", f"--output_dir={tmp_path / 'out'}"]
-    assert "theirs' is not empty" in refused(command=[*resume, f"--save_path={theirs}"])
-    assert main([*resume, f"--save_path={tmp_path / 'new'}"]) == 0
-    assert (tmp_path / "new" / "model.safetensors").is_file()
-
-
 def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, tmp_path):
     out = finished
     (out / "checkpoint-2").rename(tmp_path / "moved")
@@ -363,41 +269,22 @@ def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, t
     assert (tmp_path / "moved" / "trainer_state.json").is_file()
 
 
-LINKED_FILES = (
-    "README.md",
-    "loss.png",
-    "lengths.png",
-    "adapter_model.safetensors",
-    "tokenizer.json",
-    ".metrics.jsonl.aside",
-)
-
-
 def test_links_in_the_output_folder_are_replaced_and_not_written_through(train, tmp_path):
     out, theirs = tmp_path / "out", tmp_path / "theirs"
     for folder in (out, theirs, theirs / "folder"):
         folder.mkdir()
     (theirs / "file").write_text("precious")
-    for name in LINKED_FILES:
+    for name in ("README.md", "loss.png", "adapter_model.safetensors", ".metrics.jsonl.aside"):
         (out / name).symlink_to(theirs / "file")
     for name in (".saving", "checkpoint-1"):
         (out / name).symlink_to(theirs / "folder")
     (out / "checkpoint-2").symlink_to(theirs / "gone")
     assert train("--overwrite_output_dir", save_steps=1, max_steps=2) == 0
     assert not [path for path in out.rglob("*") if path.is_symlink()]
-    assert {"loss.png", "lengths.png", "adapter_model.safetensors", "checkpoint-1", "checkpoint-2"} <= {
-        path.name for path in out.iterdir()
-    }
+    left = {path.name for path in out.iterdir()}
+    assert left >= {"loss.png", "adapter_model.safetensors", "checkpoint-1", "checkpoint-2"}
     assert (theirs / "file").read_text() == "precious"
     assert sorted(theirs.rglob("*")) == [theirs / "file", theirs / "folder"]
-
-
-def test_a_merged_model_is_not_saved_through_a_link(refused, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "out" / "merged").symlink_to(tmp_path / "theirs")
-    error = refused("--save_model", "--overwrite_output_dir")
-    assert "out/merged' is a link; remove it, or give the folder that it points to" in error
 
 
 def test_responses_only(train, tmp_path):
@@ -425,16 +312,3 @@ def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
     assert per_row > 2
     assert as_given.config.gradient_accumulation_steps == 16
     assert kept.config.gradient_accumulation_steps == math.ceil(32 / (2 * per_row)) < 16
-
-
-def test_packing_is_planned_over_the_whole_data_set(model, tmp_path):
-    """Long documents first, their fillers more than a thousand rows later."""
-    from prepared_runs import prepare
-
-    rows = [{"text": "a" * n} for n in [199] * 1500 + [55] * 1500]
-    path = tmp_path / "long_then_short.json"
-    path.write_text(json.dumps(rows))
-    flags = ["--model_name", model, "--dataset", str(path), "--max_seq_length", "256", "--sample_packing"]
-    prepared = prepare(read_options([*flags, "--output_dir", str(tmp_path / "out")]))
-    assert len(prepared.train.rows) == 1500
-    assert set(map(len, prepared.train.rows["input_ids"])) == {256}

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import torch
-from cli_runs import losses, tree
+from cli_runs import tree
 from transformers import GPT2Config
 
 from unsloth_pack.cli import main
@@ -27,25 +26,6 @@ def test_json_and_the_flags_reach_the_model(mode, model, capsys):
     assert (report["passed"], report["dtype"], report["checkpointing"]) == (True, "bfloat16", True)
     assert sum(report["lengths"]) <= 150
     assert all(check["passed"] for check in report["checks"])
-
-
-def test_eight_bits_are_not_told_of_at_every_layer(model, caplog, capsys):
-    pytest.importorskip("bitsandbytes")
-    assert main(["verify", "--model_name", model, "--load_in_8bit"]) == 0
-    assert "all checks passed" in capsys.readouterr().out
-    assert not [record for record in caplog.records if record.name.startswith("bitsandbytes")]
-
-
-def test_a_saved_adapter_is_what_is_verified(model, train, tmp_path, capsys):
-    assert train("--sample_packing", max_steps=1, r=3) == 0
-    ranks = []
-    hook = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: ranks.append(getattr(module, "r", {}).get("default"))
-    )
-    assert main(["verify", "--model_name", str(tmp_path / "out")]) == 0
-    hook.remove()
-    assert set(ranks) == {3, None}
-    capsys.readouterr()
 
 
 def test_a_leak_is_found(model, leak, capsys):
@@ -92,24 +72,3 @@ def test_training_stops_at_a_leak_and_nothing_is_lost(train, leak, tmp_path, cap
     assert tree(tmp_path) == before
     assert train(output_dir=tmp_path / "padded", max_steps=1) == 1  # padded batches run packed too
     assert error == capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("more", "looks"), [((), 1), (("--no_probe",), 0)])
-def test_a_run_looks_once_or_not_at_all(more, looks, train, monkeypatch):
-    from unsloth_pack.layers import leak_probe
-    from unsloth_pack.verification import leaks
-
-    seen, look = [], leak_probe.look_for_leaks
-    for module in (leak_probe, leaks):
-        monkeypatch.setattr(module, "look_for_leaks", lambda probed: seen.append(probed) or look(probed))
-    assert train("--sample_packing", *more, max_steps=2) == 0
-    assert len(seen) == looks
-
-
-def test_the_probe_changes_no_bit_of_a_run(data, train, tmp_path):
-    flags = {"model_name": "demo", "max_steps": 3, "lora_dropout": 0.2, "use_gradient_checkpointing": True}
-    for name in ("probed", "not"):
-        more = ["--no_probe"] if name == "not" else []
-        assert train("--sample_packing", *more, output_dir=tmp_path / name, **flags) == 0
-    assert losses(tmp_path / "probed") == losses(tmp_path / "not")
-    assert len(losses(tmp_path / "not")) == 3

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.build_demo import base_training_rows, encode, write_data
-from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, DEMO_DEFAULTS, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
-from unsloth_pack.demo.evaluate import exact_match, messages, user_text
+from tools.build_demo import base_training_rows, write_data
+from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
+from unsloth_pack.demo.evaluate import exact_match, user_text
 
 
 def read(path):
@@ -43,38 +43,6 @@ def test_heldout_prompts_are_in_no_training_set():
     text = "\n".join(f"{user_text(row)}\n{row['output']}" for row in base)
     assert len(commands) == 8
     assert not [command for command in commands if command.lower() in text.lower()]
-
-
-def test_training_rows_have_a_long_tail_and_answers_are_marked(tokenizer):
-    lengths = np.array([len(ids) for ids, _ in encode(tokenizer, read(TRAIN_FILE))])
-    median, tail, longest = np.quantile(lengths, [0.5, 0.99, 1])
-    assert 30 <= median <= 50
-    assert tail >= 4 * median
-    assert 300 <= longest <= DEMO_DEFAULTS["max_seq_length"]
-    assert np.log(lengths).std() >= 0.5
-    for row in read(TRAIN_FILE)[:50]:
-        conversation = messages(row)
-        prompt = tokenizer.apply_chat_template(
-            conversation[:1], add_generation_prompt=True, return_dict=False
-        )
-        whole = tokenizer.apply_chat_template(
-            conversation, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, marks = whole["input_ids"], whole["assistant_masks"]
-        assert encode(tokenizer, [row])[0][0].tolist() == ids
-        assert ids[: len(prompt)] == prompt
-        assert marks == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-        assert ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(ids[len(prompt) : -1]).strip() == row["output"]
-
-
-def test_model_is_small_and_carries_no_path():
-    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 6_000_000
-    config = json.loads((MODEL_DIR / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    assert "_name_or_path" not in config
-    for path in [*MODEL_DIR.glob("*.json"), *DATA_DIR.iterdir()]:
-        assert path.stat().st_size < 1_000_000
 
 
 def test_base_model_answers_what_it_was_trained_on(model, tokenizer):

@@ -25,7 +25,6 @@ from unsloth_pack import (
 )
 from unsloth_pack.chat_templates import (
     get_chat_template,
-    standardize_data_formats,
     standardize_sharegpt,
     train_on_responses_only,
 )
@@ -51,8 +50,6 @@ PARTS = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "gemma-3": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
-    "phi-4": ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>"),
-    "qwen3-instruct": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
 }
 
 
@@ -180,39 +177,6 @@ def test_conversations(name, packing, folder):
     trained(trainer)
 
 
-def test_gemma_with_fast_model(folder):
-    model, tokenizer = FastModel.from_pretrained(
-        model_name=folder,
-        max_seq_length=256,
-        load_in_4bit=False,
-        load_in_8bit=False,
-        full_finetuning=False,
-        fast_inference=False,
-        device_map="sequential",
-    )
-    model = FastModel.get_peft_model(
-        model,
-        finetune_vision_layers=False,
-        finetune_language_layers=True,
-        finetune_attention_modules=True,
-        finetune_mlp_modules=True,
-        r=8,
-        lora_alpha=8,
-        lora_dropout=0,
-        bias="none",
-        random_state=3407,
-    )
-    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == {*SEVEN}
-    tokenizer = get_chat_template(tokenizer, chat_template="gemma-3")
-    dataset = standardize_data_formats(Dataset.from_dict({"conversations": SHAREGPT}))
-    messages = [{"role": "user", "content": [{"type": "text", "text": "Continue: 1, 1, 2,"}]}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", tokenize=True, return_dict=True
-    )
-    assert model.generate(**inputs.to(model.device), max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
-    assert dataset[0]["conversations"][0] == {"role": "user", "content": "question 0"}
-
-
 @pytest.mark.parametrize(
     ("left_out", "stays"), [("mlp", {*SEVEN[:4]}), ("attention", {*SEVEN[4:]})], ids=["attention", "mlp"]
 )
@@ -256,15 +220,6 @@ def test_continued_pretraining(folder):
     assert not any("embed_tokens" in name or "lm_head" in name for name in rates[2e-4])
 
 
-def test_a_rate_for_embeddings_that_are_not_trained(folder):
-    model, tokenizer = loaded(folder)
-    args = SFTConfig(**ARGUMENTS, embedding_learning_rate=1e-5, output_dir="outputs")
-    rows = Dataset.from_dict({"text": ["some text"] * 4})
-    trainer = SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=rows)
-    with pytest.raises(InputError, match="embedding_learning_rate is 1e-05, and no weight that it is for"):
-        trainer.train()
-
-
 def test_the_trainer_of_trl(folder):
     """Two lines changed in place of three: TRL's own trainer, with TRL's own names."""
     model, tokenizer = loaded(folder)
@@ -284,20 +239,6 @@ def test_the_trainer_of_trl(folder):
         assert "A0" in learned(trainer, tokenizer)
         assert "Q" not in learned(trainer, tokenizer)
         trained(trainer)
-
-
-def test_a_stream(folder):
-    model, tokenizer = loaded(folder)
-    tokenizer = get_chat_template(tokenizer, "chatml")
-    rows = [[{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"A{n}"}] for n in range(12)]
-    stream = Dataset.from_dict({"messages": rows}).to_iterable_dataset()
-    args = SFTConfig(**ARGUMENTS, output_dir="outputs")
-    trainer = train_on_responses_only(
-        SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=stream)
-    )
-    row = next(iter(trainer.train_dataset))
-    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "A0<eos>\n"
-    trained(trainer)
 
 
 def fallback_tokenizer():
@@ -363,16 +304,6 @@ def test_texts_begin_once(name, streams, folder, beginning):
         assert [beginning.decode(row["input_ids"]) for row in dataset] == ["<pad>some text<eos>"] * 2
 
 
-def test_defaults_of_the_configuration(folder):
-    model, tokenizer = loaded(folder)
-    args = SFTConfig(**ARGUMENTS, output_dir="outputs")
-    trainer = SFTTrainer(model=adapted(model), args=args, tokenizer=tokenizer, train_dataset=_texts())
-    assert trainer.args.max_length == 512  # the model's
-    assert args.max_length is None  # the caller's own is as it was
-    assert not trainer.args.gradient_checkpointing
-    assert SFTConfig(output_dir="outputs", max_seq_length=64).max_length == 64
-
-
 @pytest.mark.parametrize(("config", "length"), [(SFTConfig, 512), (TrlConfig, 64)], ids=["left out", "given"])
 def test_rows_joined_without_packing(config, length, folder):
     """TRL refuses a max_length beside padding_free, and ours is the model's where it is left out."""
@@ -389,10 +320,6 @@ def test_rows_joined_without_packing(config, length, folder):
     assert trainer.evaluate(rows)["eval_loss"] > 0
 
 
-def _texts():
-    return Dataset.from_dict({"text": ["some text"] * 4})
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -406,29 +333,6 @@ def test_loading_arguments_that_ask_for_what_is_not_here(given, says, folder):
     with pytest.raises(InputError, match=says) as refused:
         loaded(folder, **given)
     assert "\n" not in str(refused.value)
-
-
-def test_loading_arguments_that_ask_for_nothing(folder):
-    nothing = dict(
-        fast_inference=False, load_in_16bit=False, use_gradient_checkpointing=False, fix_tokenizer=True
-    )
-    loaded(
-        folder, **nothing, auto_model=None, offload_embedding=False, use_exact_model_name=True, text_only=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"finetune_language_layers": False}, "leaves nothing to train"),
-        ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "both False"),
-        ({"finetune_mlp_modules": False, "target_modules": ["q_proj"]}, "leave target_modules out"),
-    ],
-)
-def test_adapters_that_cannot_be(given, says, folder):
-    model, _ = loaded(folder)
-    with pytest.raises(InputError, match=says):
-        FastModel.get_peft_model(model, **given)
 
 
 @pytest.mark.parametrize(
@@ -475,16 +379,6 @@ def test_further_arguments_of_saving(given, says, folder):
     assert "model.safetensors" in os.listdir("out")
 
 
-@pytest.mark.parametrize("method", ["merged_4bit", "lora"])
-def test_no_repository_is_made_for_what_cannot_be_saved(method, folder, monkeypatch):
-    made = []
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: made.append(args))
-    model, tokenizer = loaded(folder)
-    with pytest.raises(InputError, match=f"save_method is '{method}'"):
-        model.push_to_hub_merged("me/it", tokenizer, save_method=method, token="t")
-    assert not made
-
-
 # ---- data without a token to learn
 
 
@@ -508,10 +402,3 @@ def test_data_without_a_token_to_learn(rows, says, folder):
     """Before, a bare StopIteration, a loss of 0, or an error of torch's sampler."""
     with pytest.raises(InputError, match=says):
         trainer_of(folder, rows, max_length=20)
-
-
-def test_empty_rows_are_counted_and_left_out(folder, caplog):
-    trainer = trainer_of(folder, {"text": ["", "a b", "", "c"]})
-    assert [len(row) for row in trainer.train_dataset["input_ids"]] == [4, 2]
-    assert "2 of the 4 rows of train data are empty and left out" in caplog.text
-    assert len(trainer_of(folder, {"text": ["", "a"], "input_ids": [[5, 6], [7, 8]]}).train_dataset) == 2

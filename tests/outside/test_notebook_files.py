@@ -54,10 +54,6 @@ def check(notebook, number):
     assert all(share_of_colour(picture) > 0.002 for picture in drawn)
 
 
-def test_there_are_six():
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6"]
-
-
 @each_notebook
 def test_they_lie_here_as_they_ran(path):
     notebook = nbformat.read(path, as_version=4)

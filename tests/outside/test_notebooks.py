@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 
-import accelerate
 import pytest
 import torch
 from datasets import Dataset
@@ -18,7 +17,6 @@ from outside_models import (
     fill_adapters,
     gradients,
     packed_call,
-    plain_and_patched,
     plain_model,
 )
 from peft import LoraConfig, get_peft_model
@@ -30,7 +28,6 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-import unsloth_pack
 from unsloth_pack import InputError, patch_model
 from unsloth_pack.packing import pack_dataset
 
@@ -103,10 +100,6 @@ def test_a_default_device(models, ids, default_device):
     assert_close(loss, calls_alone(models[0])[1])
 
 
-def test_probed_beside_a_default_device(models, default_device):
-    unsloth_pack.probe(models[1])
-
-
 def double_the_projections(model):
     for name, weight in model.named_parameters():
         if "proj" in name:
@@ -125,18 +118,6 @@ def test_weights_exchanged_between_forward_and_backward(models):
             assert_close(weight.grad, expected[name], name)
     double_the_projections(plain)
     assert_same_training(patched, plain)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # whose layers share keys and values
-@pytest.mark.parametrize("to", ["cpu", "disk"])
-def test_weights_that_accelerate_brings_when_a_module_is_called(to, architecture, tmp_path):
-    plain, patched = plain_and_patched(architecture)
-    if to == "cpu":
-        accelerate.cpu_offload(patched, execution_device=DEVICE)
-    else:
-        accelerate.disk_offload(patched, str(tmp_path), execution_device=DEVICE)
-    with torch.no_grad():
-        assert_close(packed_call(patched)[0], calls_alone(plain)[0])
 
 
 @pytest.mark.parametrize(
@@ -185,19 +166,6 @@ def test_a_collator_that_drops_the_ends_of_documents(kind, streamed, models, tmp
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_collator_that_keeps_them(streamed, models, tmp_path):
-    trainer = trainer_of_packed_rows("padding_free", streamed, models[1], tmp_path, byte_tokenizer())
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_an_untouched_model_trains_with_any_collator(models, tmp_path):
-    trainer = trainer_of_packed_rows("flattening", False, models[0], tmp_path)
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
 def trainer_of_numbered_rows(model, numbers, folder, padded=True, streamed=False):
     """Of rows with a column of numbers, which no packing has made, under the name of packed rows' lists."""
     ids = [document.tolist() for document in documents()]
@@ -210,26 +178,3 @@ def trainer_of_numbered_rows(model, numbers, folder, padded=True, streamed=False
         train_dataset=rows.to_iterable_dataset() if streamed else rows,
         data_collator=pad if padded else DataCollatorWithFlattening(),
     )
-
-
-@pytest.mark.parametrize("way", [{}, {"padded": False}, {"padded": False, "streamed": True}])
-def test_a_column_of_numbers_named_as_that_of_packed_rows(way, tmp_path):
-    """Plain trainers drop it."""
-    losses, plain = [], plain_model(vocab_size=258, use_cache=False)
-    patched = copy.deepcopy(plain)
-    patch_model(patched)
-    for model in (plain, patched):
-        trainer = trainer_of_numbered_rows(model, LENGTHS, tmp_path, **way)
-        trainer.train()
-        losses.append(torch.tensor(trainer.state.log_history[0]["loss"]))
-    assert_close(losses[1], losses[0])
-
-
-@pytest.mark.parametrize("check", [unsloth_pack.verify, unsloth_pack.probe])
-def test_what_is_checked_before_is_warned_of_after(check, models, ids, caplog):
-    """Before, `verify` caused the warning of labels at document starts, and used it up."""
-    check(models[1])
-    assert not caplog.records
-    logits = models[1](input_ids=ids, packed_seq_lengths=LENGTHS).logits[0]
-    torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
-    assert [record.message for record in caplog.records if "first token of another" in record.message]

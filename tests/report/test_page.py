@@ -12,7 +12,6 @@ from unsloth_pack.report.html import (
     draw_row,
     page_of,
     placed,
-    with_speed,
 )
 
 pytestmark = pytest.mark.draws
@@ -119,17 +118,3 @@ def test_answers_of_a_demo():
     shown = "".join(asks_nobody(page_of([*LINES, line], *SEEN)).texts)
     for part in ("Held-out rows", "0.0% before", "95.5% after", *example.values()):
         assert part in shown
-
-
-def test_speed_after_a_resume():
-    """The clock of the process that goes on begins at 0."""
-    seconds = (10.0, 20.0, 5.0, 7.0)
-    lines = with_speed([log(n, second, 100 * n, loss=1) for n, second in enumerate(seconds, 1)])
-    assert [line.get("tokens_per_second") for line in lines] == [10.0, 10.0, None, 50.0]
-
-
-def test_what_there_is_not():
-    assert "The data streams" in page_of(LINES, PATCH, None, None, 9)
-    assert "not packed" in page_of(LINES, PATCH, np.array([3]), None, 9)
-    for places in ([0, -1], [0, 1, -1]):  # nothing logged, one line
-        assert "<svg" in page_of([LINES[place] for place in places], *SEEN)

@@ -28,11 +28,6 @@ def test_padding_and_passes_count_in_no_speed():
     assert (summary.updates_left_out, summary.broken_images, summary.output_dir) == (1, 2, "out")
 
 
-def test_the_fill_of_rows():
-    fill = RowFill(rows=4, documents=10, tokens=150, slots=200, slots_computed=160)
-    assert (fill.fill, fill.documents_per_row, fill.padding) == (0.75, 2.5, 10)
-
-
 def test_slots_that_packed_and_padded_rows_have():
     columns = {"input_ids": [[1] * 6, [1] * 3], "seq_lengths": [[4, 2], [3]]}
     rows = datasets.Dataset.from_dict(columns)
