@@ -297,14 +297,14 @@ def test_a_stream_without_an_end():
     [
         ([{"input_ids": [7]}, {"input_ids": [1] * 33}], "example 1 has 33 tokens and a row holds 32"),
         ([{"input_ids": [1, 2], "labels": [1]}], "example 0: column 'labels' has 1 values for 2 tokens"),
-        ([{"input_ids": [1, None]}], "example 0, column 'input_ids', holds None at place 1"),
+        ([{"input_ids": [1, None]}], r"example 0, column 'input_ids', is \[1, None\]"),
         ([{"input_ids": [1], "seq_lengths": [1]}], "not packed yet"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "column 'labels'"),
         (
             [{"input_ids": [1], "labels": [1]}] * 4 + [{"input_ids": [1]}] * 4,
-            "example 4 has the columns input_ids and those before it",
+            "example 4 has other columns than those before it",
         ),
-        ([{"text": "a"}], "give tokenised examples with input_ids"),
+        ([{"text": "a"}], "give tokenised examples"),
     ],
     ids=["overlong", "ragged", "null", "packed", "missing column", "later column", "text"],
 )
@@ -332,12 +332,12 @@ def test_a_worker_tells_it_in_one_line():
         ([{"input_ids": [1], "tokens": ["a"]}], "column 'tokens' holds .*string.*, not one number a token"),
         ([{"input_ids": [1.5]}], "column 'input_ids' holds double; give whole numbers"),
         ([{"input_ids": [1], "seq_lengths": [1]}], "it is packed already"),
-        ([{"input_ids": [1]}], "give one of its splits: train"),
+        ([{"input_ids": [1]}], "such as one split"),
     ],
     ids=["untokenised", "text", "words", "fractions", "packed", "splits"],
 )
 def test_what_the_columns_tell_is_refused_at_once(rows, message):
-    source = datasets.IterableDatasetDict({"train": stream(rows)}) if "splits" in message else stream(rows)
+    source = datasets.IterableDatasetDict({"train": stream(rows)}) if "one split" in message else stream(rows)
     with pytest.raises(ValueError, match=message):
         pack_dataset(source, CAPACITY)
     with pytest.raises(ValueError, match="buffer_size is 0"):

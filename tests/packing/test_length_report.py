@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from tables import table
@@ -15,11 +14,8 @@ from unsloth_pack.packing import length_report, plan_accumulation, vision_tokens
     ("arguments", "updates"),
     [
         ((64, 4.0, 1, 1), 16),
-        ((64, 4.0, 8, 2), 1),
         ((65, 4.0, 8, 2), 2),
         ((1, 100.0, 8, 4), 1),
-        ((1, 1e308, 10, 10), 1),
-        ((32, 10 / 3, 1, 1), 10),
         ((21, 0.7 * 3, 10, 1), 1),  # 0.7 * 3 is a hair below 2.1
     ],
 )
@@ -53,30 +49,14 @@ def test_forecast():
     assert forecast.padding[8] == forecast.padding[32] == 1 - 28 / (6 * 8)
 
 
-def test_padding_of_batches_is_that_of_one_random_order():
-    lengths = np.random.default_rng(3).integers(1, 100, 50)
-    (forecast,) = length_report(lengths, [128]).forecasts
-    order = np.random.default_rng(0).permutation(lengths)
-    slots = sum(batch.max() * len(batch) for batch in np.split(order, range(8, 50, 8)))
-    assert forecast.padding[8] == pytest.approx(1 - lengths.sum() / slots)
-
-
 @table(
     ("function", "arguments", "says"),
     [
         (length_report, ([0, 0], [8]), "none of 2 documents has tokens"),
         (length_report, ([1], [0]), "capacity is 0"),
-        (length_report, ([1], 2048), "capacities are 2048; give a list of them, such as"),
-        (length_report, ([1], [8], 0), "world_size is 0"),
-        (length_report, ([1], [8], 1, 1, 1.5), "target_effective is 1.5"),
-        (length_report, ([1], [8], 1, 1, 1, 0), "bin_size is 0"),
         (length_report, ([-1], [8]), "document 0 has -1 tokens"),
-        (plan_accumulation, (64, 0.0, 1, 1), "samples_per_pack is 0.0"),
         (plan_accumulation, (64, math.nan, 1, 1), "samples_per_pack is nan"),
-        (plan_accumulation, (64, "2"), "samples_per_pack is '2'"),
-        (plan_accumulation, (64, 4.0, 1, -1), "per_device_batch is -1"),
         (vision_tokens, (0, 32), "height is 0"),
-        (vision_tokens, (32, 32, 16, 1.5), "merge is 1"),
     ],
 )
 def test_bad_arguments(function, arguments, says):
@@ -89,5 +69,4 @@ def test_vision_tokens():
     assert vision_tokens(32, 32) == 1
     assert vision_tokens(33, 32) == 2
     assert vision_tokens(1080, 1920) == 34 * 60
-    assert vision_tokens(1, 1) == 1
     assert vision_tokens(224, 224, patch=14, merge=1) == 256

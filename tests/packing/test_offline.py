@@ -36,10 +36,9 @@ def packs(tmp_path):
     return tmp_path / "packs"
 
 
-@pytest.mark.parametrize("strategy", ["bfd", "next_fit"])
-@pytest.mark.parametrize("rows_per_shard", [1, 7, 300, None])
+@pytest.mark.parametrize(("strategy", "rows_per_shard"), [("bfd", 7), ("bfd", None), ("next_fit", 7)])
 def test_the_rows_are_those_of_pack_dataset(strategy, rows_per_shard, tmp_path):
-    rows = documents(700 if rows_per_shard != 1 else 20)
+    rows = documents(300)
     made = write(tmp_path / "packs", rows, strategy=strategy, rows_per_shard=rows_per_shard)
     manifest, packed = read(tmp_path / "packs")
     assert packed.to_list() == pack_dataset(datasets.Dataset.from_list(rows), CAPACITY, strategy).to_list()
@@ -49,7 +48,6 @@ def test_the_rows_are_those_of_pack_dataset(strategy, rows_per_shard, tmp_path):
     assert manifest.tokens == manifest.ledger.tokens_read == sum(map(len, packed["input_ids"]))
     assert {shard.rows for shard in manifest.shards[:-1]} <= {rows_per_shard}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packs"]
-    assert len(list((tmp_path / "packs").iterdir())) == len(manifest.shards) + 1
 
 
 def test_what_a_shard_holds(packs):
@@ -81,16 +79,12 @@ def test_the_fingerprint_is_of_the_rows_alone(tmp_path):
     longest = max(range(300), key=lambda i: len(rows[i]["input_ids"]))
     other = [dict(row) for row in rows]
     other[longest]["labels"] = [-100] * len(other[longest]["labels"])
-    different = {fingerprint("d", other), fingerprint("e", strategy="next_fit"), fingerprint("f", seed=1)}
-    assert len(different | same) == 4
-
-
-def test_the_fingerprint_is_of_boundaries_too(tmp_path):
-    rows = [[{"input_ids": ids, "labels": ids} for ids in split] for split in ([[1, 2], [3]], [[1], [2, 3]])]
-    one, other = (
-        write(tmp_path / name, each, strategy="next_fit") for name, each in zip("ab", rows, strict=True)
+    one, two = (
+        [{"input_ids": ids, "labels": ids} for ids in split] for split in ([[1, 2], [3]], [[1], [2, 3]])
     )
-    assert one.data_fingerprint != other.data_fingerprint
+    names = {"d": other, "e": one, "f": two}
+    different = {fingerprint(name, rows, strategy="next_fit") for name, rows in names.items()}
+    assert len(different | same) == 4
 
 
 def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
@@ -104,12 +98,7 @@ def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "call"),
-    [
-        ("packing.on_disk._file_sha256", 1),  # between two shards
-        ("packing.on_disk._file_sha256", 3),
-        ("checkpoints.atomic.flush", 1),  # once all is written
-        ("checkpoints.atomic.flush", 5),
-    ],
+    [("packing.on_disk._file_sha256", 3), ("checkpoints.atomic.flush", 1)],  # between shards, and at the end
 )
 def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch):
     calls = []
@@ -126,14 +115,6 @@ def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_write_does_not_look_whole(packs):
-    """What a process leaves beside the folder when nothing in it gets to clean up."""
-    (packs / "packs.json").unlink()
-    assert find_packs(str(packs)) == packs
-    with pytest.raises(InputError, match=r"packs without their packs\.json.*pack the data anew"):
-        read(packs)
-
-
 def test_only_an_empty_folder_is_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", documents(10))
@@ -147,47 +128,19 @@ def test_only_an_empty_folder_is_written_to(tmp_path):
     ("options", "row", "message"),
     [
         ({"capacity": 8}, None, "capacity is 8"),
-        ({"rows_per_shard": 0}, None, "rows_per_shard is 0"),
-        ({"strategy": "best"}, None, "no packing strategy 'best'"),
         (
             {},
             {"input_ids": [5, 6, 7], "labels": [6, 7, -100]},
-            "row 50: a label is neither -100 nor its token",
+            "row 50: token 5 with label 6; .* not shifted",
         ),
-        (
-            {},
-            {"input_ids": [5, 2**40], "labels": [-100, -100]},
-            "row 50: a token id is not from 0 to 2147483647",
-        ),
-        (
-            {},
-            {"input_ids": [5, -6], "labels": [-100, -100]},
-            "row 50: a token id is not from 0 to 2147483647",
-        ),
+        ({}, {"input_ids": [5, 2**40], "labels": [-100] * 2}, "row 50: token 1099511627776"),
+        ({}, {"input_ids": [5, -6], "labels": [-100] * 2}, "row 50: token -6"),
     ],
 )
 def test_what_could_not_be_read_is_not_written(options, row, message, tmp_path):
     with pytest.raises(InputError, match=message):
         write(tmp_path / "new" / "packs", documents(50) + ([row] if row else []), **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_arguments_may_be_numbers_of_numpy(tmp_path):
-    write(
-        tmp_path / "packs", documents(3), capacity=np.int64(64), seed=np.int64(3), rows_per_shard=np.int32(1)
-    )
-    assert read(tmp_path / "packs")[0].seed == 3
-
-
-def test_documents_need_labels(tmp_path):
-    with pytest.raises(InputError, match="no column 'labels' among input_ids; tokenise"):
-        write_packs(
-            datasets.Dataset.from_list([{"input_ids": [1]}]),
-            tmp_path / "packs",
-            8,
-            tokenizer_hash="",
-            ledger=None,
-        )
 
 
 def test_another_tokenizer(packs):
@@ -198,29 +151,22 @@ def test_another_tokenizer(packs):
 @table(
     ("damage", "message"),
     [
-        (lambda packs: cut(packs / "shard-00001.arrow"), r"shard-00001\.arrow: \d+ bytes of \d+"),
+        (lambda packs: cut(packs / "shard-00001.arrow"), "shard-00001.arrow: its checksum differs"),
         (lambda packs: flip_a_byte(packs / "shard-00002.arrow"), "shard-00002.arrow: its checksum differs"),
-        (lambda packs: flip_a_byte(packs / "shard-00000.arrow", 0.99), "its checksum differs"),
         (lambda packs: (packs / "shard-00001.arrow").unlink(), "shard-00001.arrow: cannot be read"),
+        (lambda packs: (packs / "packs.json").unlink(), "packs.json: not a whole manifest"),
         (lambda packs: cut(packs / "packs.json"), "packs.json: not a whole manifest"),
-        (lambda packs: (packs / "packs.json").write_text("[]"), "not a whole manifest"),
-        (
-            lambda packs: edit_manifest(packs, format="other"),
-            "'other' of format version 1, this release reads",
-        ),
         (
             lambda packs: edit_manifest(packs, version=2),
-            "of format version 2, this release reads .* of version 1",
+            r"it is of \('unsloth_pack packs', 2\), this release",
         ),
-        (lambda packs: edit_manifest(packs, more=1), "not a whole manifest"),
         (lambda packs: edit_manifest(packs, ledger={}), "not a whole manifest"),
-        (lambda packs: edit_manifest(packs, capacity=32), "tokens, .* in rows of 32"),
         (lambda packs: edit_manifest(packs, documents=3), "where the manifest has"),
-        (lambda packs: edit_manifest(packs, shards=[]), "where the manifest has"),
     ],
 )
 def test_damage(damage, message, packs):
     damage(packs)
+    assert find_packs(str(packs)) == packs
     with pytest.raises(InputError, match=message) as refused:
         read(packs)
     assert "\n" not in str(refused.value)
@@ -246,11 +192,8 @@ def wrapping_around(rows):
     "change",
     [
         setting(LOST, [0]),
-        setting(LOST, []),
         setting(LOST, lambda row: [*row[LOST][:-1], row[LOST][-1] - 1]),
-        setting(LOST, lambda row: [1, *row[LOST][1:]]),
         setting(LOST, lambda row: [0, *row[LOST]]),
-        setting(LOST, lambda row: [0, row[LOST][-1] + 1, row[LOST][-1]]),
         wrapping_around,
         setting("labels", lambda row: row["labels"][1:]),
     ],
@@ -261,11 +204,3 @@ def test_boundaries_that_contradict_the_rows(change, packs):
     with pytest.raises(InputError, match=r"row 3: \d+ tokens, \d+ labels and the cu_lengths \[") as refused:
         read(packs)
     assert "\n" not in str(refused.value)
-
-
-def test_boundaries_that_are_lost(packs):
-    tokens = pa.list_(pa.int32())
-    columns = {"input_ids": tokens, "labels": tokens, "max_length": pa.int32()}
-    rewrite(packs, lambda rows: None, pa.schema(columns.items()))
-    with pytest.raises(InputError, match=r"the columns input_ids .* are not those of packs"):
-        read(packs)

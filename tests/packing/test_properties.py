@@ -143,8 +143,3 @@ def test_holds(holds):
 @pytest.mark.parametrize("holds", PROPERTIES)
 def test_holds_nightly(holds):
     check(holds, PROPERTIES[holds], 25_000 // len(PROPERTIES))
-
-
-@pytest.mark.nightly
-def test_packing_can_be_undone_in_long_rows():
-    check(packing_can_be_undone, sequences_and_arguments(4096), 200)  # up to 800,000 tokens each

@@ -196,17 +196,11 @@ def _is_of_images(dataset: datasets.Dataset, column: str) -> bool:
 
 
 def check_columns(dataset: object) -> list[str]:
-    """The names of the columns of a data set that can be packed.
-
-    Raises:
-        InputError: it is no data set, is not tokenised, or is packed already.
-    """
+    """The names of the columns of a data set that is tokenised and not packed yet; others are refused."""
     names = getattr(dataset, "column_names", None)
     if isinstance(dataset, Mapping) or names is None:
-        remedy = "a datasets.Dataset or IterableDataset"
-        if isinstance(dataset, Mapping):
-            remedy = f"one of its splits: {', '.join(map(str, dataset))}"
-        raise InputError(f"dataset is a {type(dataset).__name__}; give {remedy}")
+        remedy = "give a datasets.Dataset or IterableDataset, such as one split"
+        raise InputError(f"dataset is a {type(dataset).__name__}; {remedy}")
     if "input_ids" not in names:
         raise InputError(f"the data set has the columns {', '.join(names)}; tokenise it, it needs input_ids")
     if "seq_lengths" in names:
@@ -214,13 +208,20 @@ def check_columns(dataset: object) -> list[str]:
     return list(names)
 
 
-def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
-    """`[rows]` int64: how many numbers each row's list has. The numbers themselves are checked too.
+def check_kind(column: str, kind: pa.DataType | None, shown: object) -> None:
+    """Refuse a column of the type `shown` unless its lists hold numbers, whole ones for ids and labels."""
+    from pyarrow import types
 
-    Raises:
-        InputError: the column does not hold lists of numbers, one of them is null, or ids or labels are not
-            whole numbers.
-    """
+    is_fraction = kind is not None and types.is_floating(kind)
+    whole = (types.is_integer, types.is_boolean, types.is_null)
+    if kind is None or not (is_fraction or any(is_kind(kind) for is_kind in whole)):
+        raise InputError(f"column {column!r} holds {shown}, not one number a token; remove it")
+    if is_fraction and column in WHOLE_COLUMNS:
+        raise InputError(f"column {column!r} holds {kind}; give whole numbers, such as int64")
+
+
+def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
+    """`[rows]` int64: how many numbers each row's list has. The numbers themselves are checked too."""
     import pyarrow.compute as pc
 
     parts = [np.zeros(0, np.int64)]
@@ -235,27 +236,17 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
 
 def _check_lists(lists: pa.Array, column: str, row: int) -> None:
     """Refuse a column that holds anything but lists of numbers; `row` is the number of its first row here."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    kind = lists.type.value_field.type if hasattr(lists.type, "value_field") else lists.type
-    is_number = pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    if kind is lists.type or not (is_number or pa.types.is_null(kind)):
-        raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
+    check_kind(column, lists.type.value_type if hasattr(lists.type, "value_type") else None, lists.type)
+    values = lists.flatten()
     if lists.null_count:
         row += pc.index(pc.is_null(lists), True).as_py()
-        raise InputError(f"row {row}, column {column!r}: expected a list, got None; remove the row")
-    values = lists.flatten()
-    if values.null_count:
-        first = pc.index(pc.is_null(values), True).as_py()
-        remedy = "give one number a token, or remove the row"
-    elif column in WHOLE_COLUMNS and pa.types.is_floating(kind) and len(values):
-        first = max(0, pc.index(pc.equal(values, pc.floor(values)), False).as_py())
-        remedy = f"the column holds {kind}; give whole numbers, such as int64"
+    elif values.null_count:
+        row += pc.list_parent_indices(lists)[pc.index(pc.is_null(values), True)].as_py()
     else:
         return
-    row += pc.list_parent_indices(lists)[first].as_py()
-    raise InputError(f"row {row}, column {column!r}: a token is {values[first].as_py()}; {remedy}")
+    raise InputError(f"row {row}, column {column!r}: a token is None; give numbers, or remove the row")
 
 
 # Packed rows of a large data set, in the data set cache: built over several processes, by the same plan.
@@ -264,11 +255,7 @@ _STRATEGY = "bfd"
 
 
 def pack_documents(documents: Documents, capacity: int, num_proc: int | None = None) -> datasets.Dataset:
-    """The rows of `pack_dataset`; where the documents lie in the data set cache, so do the rows.
-
-    Args:
-        num_proc: processes that build rows; None for as many as there are cores.
-    """
+    """The rows of `pack_dataset`; where the documents lie in the data set cache, so do the rows."""
     if not documents.rows.cache_files:
         return pack_dataset(documents.rows, capacity, _STRATEGY)
     key = [documents.fingerprint, capacity, _STRATEGY]

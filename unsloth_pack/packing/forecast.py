@@ -7,51 +7,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.planner import as_lengths, check_positive, is_number, padded_slots, plan_packs
+from unsloth_pack.packing.planner import as_lengths, check_positive, padded_slots, plan_packs
 
 PADDED_BATCHES = (1, 8, 32)
 
 
 @dataclass(frozen=True)
 class PackForecast:
-    """One epoch of the documents, packed into rows of `capacity` tokens.
-
-    Args:
-        overlong, tokens_cut: documents above `capacity`, which are cut to it, and the tokens that they lose.
-        packs, documents_per_pack: rows, and the documents of a row on average.
-        fill: the share of the rows that holds tokens, 0 to 1.
-        steps_per_epoch: micro-batches that every rank runs.
-        accumulation: micro-batches of an update, as `plan_accumulation` suggests.
-        optimizer_steps: updates of an epoch.
-        effective_batch: documents of an update on average.
-        padding: batch size -> the share of slots, 0 to 1, that would be padding without packing: in batches
-            padded to their longest document, with the documents in one random order.
-    """
+    """One epoch of the documents, packed into rows of `capacity` tokens."""
 
     capacity: int
-    overlong: int
-    tokens_cut: int
-    packs: int
+    overlong: int  # documents above `capacity`, which are cut to it
+    tokens_cut: int  # that these lose
+    packs: int  # rows
     documents_per_pack: float
-    fill: float
-    steps_per_epoch: int
-    accumulation: int
-    optimizer_steps: int
-    effective_batch: float
+    fill: float  # the share of the rows that holds tokens, 0 to 1
+    steps_per_epoch: int  # micro-batches that every rank runs
+    accumulation: int  # micro-batches of an update, as `plan_accumulation` suggests
+    optimizer_steps: int  # updates of an epoch
+    effective_batch: float  # documents of an update on average
+    # Batch size -> the share of slots, 0 to 1, that would be padding without packing: in batches padded to
+    # their longest document, with the documents in one random order
     padding: dict[int, float]
 
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Lengths of documents in tokens, and a forecast for each capacity.
+    """Lengths of documents in tokens, and a forecast for each capacity."""
 
-    Args:
-        empty: documents without tokens; no other number includes them.
-        count, tokens: the other documents, and their tokens.
-        histogram: `(from, to, documents)` of each bin of lengths, `to` not included, from 0 to the longest.
-    """
-
-    count: int
+    count: int  # documents with tokens, of which all numbers but `empty` are
     empty: int
     tokens: int
     mean: float
@@ -61,7 +45,7 @@ class LengthReport:
     min: int
     max: int
     bin_size: int
-    histogram: list[tuple[int, int, int]]
+    histogram: list[tuple[int, int, int]]  # (from, to, documents) of each bin; `to` is not included
     forecasts: list[PackForecast]
 
 
@@ -81,7 +65,7 @@ def plan_accumulation(
     """
     target_effective = check_positive("target_effective", target_effective)
     rows = check_positive("world_size", world_size) * check_positive("per_device_batch", per_device_batch)
-    if not (is_number(samples_per_pack) and 0 < samples_per_pack < math.inf):
+    if not 0 < samples_per_pack < math.inf:
         raise InputError(f"samples_per_pack is {samples_per_pack!r}; give the documents of a row, above 0")
     ratio = target_effective / (samples_per_pack * rows)
     return max(1, math.ceil(ratio * (1 - 1e-12)))  # a rounding error of the average adds no micro-batch
@@ -109,8 +93,6 @@ def length_report(
     """
     every = as_lengths(lengths)
     bin_size = check_positive("bin_size", bin_size)
-    if not isinstance(capacities, Iterable):
-        raise InputError(f"capacities are {capacities!r}; give a list of them, such as [2048]")
     documents = every[every > 0].astype(np.int64)
     if not documents.size:
         raise InputError(f"none of {len(every)} documents has tokens; give lengths of at least 1")

@@ -9,12 +9,13 @@ torch is never imported here: a caller that passes a tensor has imported it alre
 
 import gc
 import numbers
+import reprlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,15 +28,10 @@ CHOICES = ("error", "truncate", "drop", "split")
 
 
 class Kind(NamedTuple):
-    """The container and number type of sequences; the rows made of them have the same.
+    """The container and number type of sequences; the rows made of them have the same."""
 
-    Args:
-        container: "list", or the module of arrays, "numpy" or "torch", whose functions have the same names.
-        dtype, device: of arrays and tensors.
-    """
-
-    container: str
-    dtype: object = None
+    container: str  # "list", or the module of arrays, whose functions have the same names: "numpy" or "torch"
+    dtype: object = None  # this and the device are of arrays and tensors
     device: object = None
 
     def __str__(self) -> str:
@@ -62,64 +58,43 @@ _LIST = Kind("list")
 
 
 def kind_of(name: str, sequence: Any, whole: bool = False) -> Kind:
-    """The kind of one sequence, whose values are checked.
-
-    Args:
-        whole: refuse fractions.
+    """The kind of one sequence, whose values are checked; `whole` refuses fractions.
 
     Raises:
         InputError: it is not a flat sequence of numbers.
     """
-    if isinstance(sequence, list | tuple | range):
-        wanted = numbers.Integral if whole else numbers.Real
-        try:
-            total = sum(sequence)  # the fastest check of all values; a fraction makes it a fraction
-        except TypeError:
-            total = None
-        if not isinstance(total, wanted):
-            place, value = next((k, v) for k, v in enumerate(sequence) if not isinstance(v, wanted))
-            remedy = "whole numbers" if whole else "numbers"
-            raise InputError(f"{name} holds {value!r} at place {place}; give {remedy}, one a token")
-        return _LIST
-    is_array = isinstance(sequence, np.ndarray)
     torch = sys.modules.get("torch")
-    if not is_array and (torch is None or not isinstance(sequence, torch.Tensor)):
-        raise InputError(
-            f"{name} is a {type(sequence).__name__}; give a list, a numpy array or a torch tensor"
-        )
-    if sequence.ndim != 1:
-        raise InputError(f"{name} has shape {tuple(sequence.shape)}; give one flat sequence a document")
-    if is_array and sequence.dtype.kind not in "iufb":
-        raise InputError(f"{name} is an array of {sequence.dtype}; give numbers")
-    if whole and "float" in str(sequence.dtype):
-        raise InputError(f"{name} holds {sequence.dtype}; give whole numbers, such as int64")
-    return Kind("numpy", sequence.dtype) if is_array else Kind("torch", sequence.dtype, sequence.device)
+    is_tensor = torch is not None and isinstance(sequence, torch.Tensor)
+    is_array = isinstance(sequence, np.ndarray) and sequence.dtype.kind in "iufb"
+    if isinstance(sequence, list | tuple | range):
+        with suppress(TypeError):  # the fastest check of all values; a fraction makes the sum a fraction
+            if isinstance(sum(sequence), numbers.Integral if whole else numbers.Real):
+                return _LIST
+    elif (is_tensor or is_array) and sequence.ndim == 1 and not (whole and "float" in str(sequence.dtype)):
+        return Kind("torch" if is_tensor else "numpy", sequence.dtype, sequence.device if is_tensor else None)
+    shown = " ".join(reprlib.repr(sequence).split())
+    remedy = f"a flat list, array or tensor of {'whole ' if whole else ''}numbers, one a token"
+    raise InputError(f"{name} is {shown}; give {remedy}")
 
 
 def _read(name: str, sequences: Any, whole: bool = False) -> tuple[list[Any], Kind]:
     """The sequences as a list, and the kind that all of them have; "list" if there are none."""
-    if isinstance(sequences, str | bytes | dict) or not hasattr(sequences, "__iter__"):
+    is_single = not hasattr(sequences, "__iter__") or getattr(sequences, "ndim", 1) == 0
+    if is_single or isinstance(sequences, str | bytes | dict):
         raise InputError(f"{name} is a {type(sequences).__name__}; give a list of token sequences")
-    if (ndim := getattr(sequences, "ndim", None)) == 2:
-        return list(sequences), kind_of(name, sequences.reshape(-1), whole)
-    if ndim == 0:
-        raise InputError(f"{name} is a single number; give a list of token sequences")
     sequences = list(sequences)
-    with np.errstate(over="ignore"):  # the sum of a list of numpy numbers may overflow their type
-        kinds = [kind_of(f"{name}[{i}]", sequence, whole) for i, sequence in enumerate(sequences)] or [_LIST]
+    kinds = [kind_of(f"{name}[{i}]", sequence, whole) for i, sequence in enumerate(sequences)] or [_LIST]
     for i, kind in enumerate(kinds):
         if kind != kinds[0]:
             raise InputError(f"{name}[{i}] is {kind} and {name}[0] is {kinds[0]}; give sequences of one kind")
     return sequences, kinds[0]
 
 
-def _filler(name: str, value: object, kind: Kind) -> float:
+def _filler(name: str, value: Any, kind: Kind) -> float:
     """A padding or separator as a plain number. Refuses one that sequences of this kind cannot hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise InputError(
-            f"{name} is {value!r}; give a number, such as the id of the tokenizer's padding token"
-        )
     value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} is {value!r}; give a number, such as the id of the padding token")
     try:
         fits = kind.container == "list" or kind.full(1, value).tolist() == [value]
     except (OverflowError, RuntimeError):
@@ -150,35 +125,24 @@ class PackingWarning(UserWarning):
 
 @dataclass
 class CutCounts:
-    """Sequences that could not be packed as they came.
+    """Sequences that could not be packed as they came."""
 
-    Args:
-        empty: sequences without tokens, dropped.
-        truncated, dropped, split: over-long sequences, by what was done to them.
-        tokens_lost: tokens cut off or dropped.
-    """
-
-    empty: int = 0
-    truncated: int = 0
+    empty: int = 0  # without tokens, dropped
+    truncated: int = 0  # this and the next two are over-long, by what was done to them
     dropped: int = 0
     split: int = 0
-    tokens_lost: int = 0
+    tokens_lost: int = 0  # cut off or dropped
 
     def __bool__(self) -> bool:
         return bool(self.empty or self.truncated or self.dropped or self.split)
 
     def __str__(self) -> str:
-        shown = {
-            "empty dropped": self.empty,
-            "over-long truncated": self.truncated,
-            "over-long dropped": self.dropped,
-            "over-long split": self.split,
-        }
-        parts = ", ".join(f"{number} {what}" for what, number in shown.items() if number)
-        return f"{parts or 'none cut'} ({self.tokens_lost} tokens lost)"
+        overlong = f"{self.truncated} truncated, {self.dropped} dropped, {self.split} split"
+        return f"{self.empty} empty dropped; over-long: {overlong} ({self.tokens_lost} tokens lost)"
 
 
 def check_overlong(overlong: str) -> str:
+    """Refuse an unknown way to handle sequences that are longer than a row."""
     if overlong not in CHOICES:
         raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(CHOICES)}")
     return overlong
@@ -314,17 +278,13 @@ def concatenate_and_pack(
 def _cut(columns: dict[str, list[Any]], max_length: int, overlong: str) -> tuple[list[list[Any]], CutCounts]:
     """The sequences of each column without empty ones, over-long ones cut, and the counts."""
     check_overlong(overlong)
-    (first, documents), *others = columns.items()
-    lengths = list(map(len, documents))
-    for name, column in others:
-        if len(column) != len(lengths):
-            raise InputError(
-                f"{first} has {len(lengths)} documents and {name} has {len(column)}; give one a document"
-            )
-        for i, (length, sequence) in enumerate(zip(lengths, column, strict=True)):
-            if len(sequence) != length:
+    first, *others = columns
+    lengths = list(map(len, columns[first]))
+    for name in others:
+        for i, (length, other) in enumerate(zip_longest(lengths, map(len, columns[name]))):
+            if length != other:
                 raise InputError(
-                    f"{first}[{i}] has {length} tokens and {name}[{i}] has {len(sequence)}; give one a token"
+                    f"document {i} has {length} tokens in {first} and {other} in {name}; give one a token"
                 )
     counts = CutCounts()
     if not lengths or (min(lengths) > 0 and max(lengths) <= max_length):

@@ -6,7 +6,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
     FilteredExamplesIterable,
@@ -15,7 +14,7 @@ from datasets.iterable_dataset import (
 from packaging.version import Version
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.in_memory import WHOLE_COLUMNS
+from unsloth_pack.packing.dataset import check_kind
 from unsloth_pack.packing.stream import PackingStream
 
 _COUNTS_FILTERED = Version("5.1.0")  # of datasets, which resumes filtered streams exactly from then on
@@ -73,15 +72,9 @@ class PackedExamples(MappedExamplesIterable):
 def _why_not_resumed(examples: object) -> str | None:
     """Why datasets loses documents of a stream that goes on from a saved position, or None."""
     if isinstance(examples, BufferShuffledExamplesIterable) and examples.buffer_size > 1:
-        return (
-            "the stream was shuffled with a buffer before packing, and its saved position lacks the "
-            "documents in the buffer"
-        )
+        return "the stream was shuffled with a buffer before packing, and its saved position lacks the buffer"
     if isinstance(examples, FilteredExamplesIterable) and Version(datasets.__version__) < _COUNTS_FILTERED:
-        return (
-            f"the stream was filtered before packing, and datasets {datasets.__version__} passes over some "
-            f"of its documents; update datasets to {_COUNTS_FILTERED}"
-        )
+        return f"the stream was filtered before packing; update datasets to {_COUNTS_FILTERED}"
     parts = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
     return next(filter(None, (_why_not_resumed(part) for part in parts if part is not None)), None)
 
@@ -103,10 +96,7 @@ class BatchPacker:
         """The packed rows of a batch of columns; `numbers` counts the documents that this process reads."""
         first = numbers[0]
         if self._columns and self._columns != set(batch):
-            raise InputError(
-                f"example {first} has the columns {', '.join(batch)} and those before it "
-                f"{', '.join(sorted(self._columns))}; give all examples the same columns"
-            )
+            raise InputError(f"example {first} has other columns than those before it; give all the same")
         self._columns = set(batch)
         seed = None if self.seed is None else self.seed + first
         stream = PackingStream(self.capacity, len(numbers) + 1, strategy=self.strategy, seed=seed)
@@ -120,14 +110,7 @@ def _features_of_rows(features: datasets.Features) -> datasets.Features:
     """The features of packed rows; a column that does not hold one number per token is refused."""
     rows = {}
     for name, feature in features.items():
-        is_list = isinstance(feature, datasets.List | datasets.LargeList)
-        value = feature.feature if is_list else None
-        kind = value.pa_type if isinstance(value, datasets.Value) else None
-        is_fraction = kind is not None and pa.types.is_floating(kind)
-        if kind is None or not (is_fraction or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-            raise InputError(f"column {name!r} holds {feature}, not one number a token; remove it")
-        if is_fraction and name in WHOLE_COLUMNS:
-            raise InputError(f"column {name!r} holds {kind}; give whole numbers, such as int64")
+        value = feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else None
+        check_kind(name, value.pa_type if isinstance(value, datasets.Value) else None, feature)
         rows[name] = datasets.List(value)
-    rows["seq_lengths"] = datasets.List(datasets.Value("int64"))
-    return datasets.Features(rows)
+    return datasets.Features(rows | {"seq_lengths": datasets.List(datasets.Value("int64"))})

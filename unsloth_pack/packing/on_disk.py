@@ -49,24 +49,15 @@ _BYTES_A_SHARD, _BYTES_A_TOKEN = 2**28, 8  # of ids and labels
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of packs.
+    """The images of packs."""
 
-    Args:
-        images, vision_tokens: in all rows.
-        are_paths: whether files of images are referred to by their paths, not held.
-        placeholder: the token that stands for images.
-        least_pixels, most_pixels: to which smaller and larger images are resized; None where the model's
-            images have no such limits.
-        processor: SHA-256 of all settings of the image processor that made the tokens.
-    """
-
-    images: int
+    images: int  # in all rows
     vision_tokens: int
-    are_paths: bool
-    placeholder: int
-    least_pixels: int | None
-    most_pixels: int | None
-    processor: str
+    are_paths: bool  # whether files of images are referred to by their paths, not held
+    placeholder: int  # the token that stands for images
+    least_pixels: int | None  # to which smaller images are resized; None where the model has no such limit
+    most_pixels: int | None  # to which larger images are resized
+    processor: str  # SHA-256 of all settings of the image processor that made the tokens
 
 
 @dataclass(frozen=True)
@@ -81,34 +72,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class PackManifest:
-    """The data that was packed, how it was packed, and for which tokenizer.
+    """The data that was packed, how it was packed, and for which tokenizer."""
 
-    Args:
-        capacity: tokens that a row may hold.
-        strategy: as for `plan_packs`.
-        seed: of the random order in which the documents were planned; None if they kept their order.
-        train_on_responses_only: whether only assistant turns have labels.
-        model_name: the model whose tokenizer was used, by its name at that time.
-        tokenizer_hash: of that tokenizer, see `unsloth_pack.data.tokenizer_hash`.
-        data_fingerprint: SHA-256 of ids, labels and boundaries; the same for any size of shards.
-        rows, documents, tokens: in all shards.
-        ledger: accounts for every token that was read, from the data to the shards.
-        images: of the rows; None where they have none.
-    """
-
-    capacity: int
-    strategy: str
-    seed: int | None
-    train_on_responses_only: bool
-    model_name: str
-    tokenizer_hash: str
-    data_fingerprint: str
-    rows: int
+    capacity: int  # tokens that a row may hold
+    strategy: str  # as for `plan_packs`
+    seed: int | None  # of the random order in which documents were planned; None if they kept their order
+    train_on_responses_only: bool  # whether only assistant turns have labels
+    model_name: str  # the model whose tokenizer was used, by its name at that time
+    tokenizer_hash: str  # of that tokenizer, see `unsloth_pack.data.tokenizer_hash`
+    data_fingerprint: str  # SHA-256 of ids, labels and boundaries; the same for any size of shards
+    rows: int  # in all shards, as the next two
     documents: int
     tokens: int
-    ledger: TokenLedger
+    ledger: TokenLedger  # accounts for every token that was read, from the data to the shards
     shards: tuple[Shard, ...]
-    images: PackedImages | None = None
+    images: PackedImages | None = None  # of the rows; None where they have none
 
     def values(self) -> dict[str, object]:
         """The manifest by field, as it is written; `images` only where there are some."""
@@ -149,22 +127,15 @@ def read_manifest(folder: Path) -> PackManifest:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         stated = values.pop("format"), values.pop("version")
-        if stated == (_FORMAT, _VERSION):
-            values["ledger"] = TokenLedger(**values["ledger"])
-            if values.get("images") is not None:
-                values["images"] = PackedImages(**values["images"])
-            values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
-            return PackManifest(**values)
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder}: packs without their {_MANIFEST}, which is written last; pack the data anew"
-        ) from None
+        if stated != (_FORMAT, _VERSION):
+            raise ValueError(f"it is of {stated}, this release reads {(_FORMAT, _VERSION)}")
+        values["ledger"] = TokenLedger(**values["ledger"])
+        if values.get("images") is not None:
+            values["images"] = PackedImages(**values["images"])
+        values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+        return PackManifest(**values)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
-    raise InputError(
-        f"{path}: {stated[0]!r} of format version {stated[1]!r}, this release reads {_FORMAT!r} of version "
-        f"{_VERSION}; pack the data anew, or change the release"
-    )
 
 
 def write_packs(
@@ -223,9 +194,7 @@ def write_packs(
         raise InputError("the documents have images; say how they were prepared, in images")
     documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
-    n_rows = int(
-        rows_per_shard or max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
-    )
+    n_rows = rows_per_shard or max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
     _check_tokens(documents)
     schema = _schema(images is not None)
     hashes = {name: hashlib.sha256() for name in schema.names if name != "max_length"}
@@ -269,14 +238,14 @@ def _check_tokens(documents: datasets.Dataset) -> None:
     row = 0
     for table in scan(documents, ["input_ids", "labels"], DOCUMENTS_A_BATCH):
         ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
-        bad_ids, bad_labels = (ids < 0) | (ids > _LAST_ID), (labels != IGNORE_INDEX) & (labels != ids)
-        if (bad_ids | bad_labels).any():
-            at = int(np.argmax(bad_ids | bad_labels))
+        is_bad = (ids < 0) | (ids > _LAST_ID) | ((labels != IGNORE_INDEX) & (labels != ids))
+        if is_bad.any():
+            at = int(np.argmax(is_bad))
             row += pc.list_parent_indices(table["input_ids"].combine_chunks())[at].as_py()
-            complaint = f"a label is neither {IGNORE_INDEX} nor its token; give labels that are not shifted"
-            if bad_ids[at]:
-                complaint = f"a token id is not from 0 to {_LAST_ID}; tokenise the rows"
-            raise InputError(f"row {row}: {complaint} (token {ids[at]}, label {labels[at]})")
+            raise InputError(
+                f"row {row}: token {ids[at]} with label {labels[at]}; give ids from 0 to {_LAST_ID}, and as "
+                f"labels the tokens themselves, not shifted, or {IGNORE_INDEX}"
+            )
         row += len(table)
 
 
@@ -351,10 +320,8 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
         counts += (len(lengths), len(of_documents), pc.sum(of_documents).as_py() or 0)
     promised = [manifest.rows, manifest.documents, manifest.tokens]
     if counts.tolist() != promised or not shards:
-        raise InputError(
-            f"{folder}: {counts.tolist()} rows, documents and tokens where the manifest has {promised}; "
-            "pack the data anew"
-        )
+        counted = f"{counts.tolist()} rows, documents and tokens"
+        raise InputError(f"{folder}: {counted} where the manifest has {promised}; pack the data anew")
     return manifest, datasets.concatenate_datasets(shards)
 
 
@@ -364,8 +331,6 @@ def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.Chu
 
     lengths, row = [], 0
     try:
-        if (size := path.stat().st_size) != shard.bytes:
-            raise InputError(f"{path}: {size} bytes of {shard.bytes}; copy it again, or pack anew")
         if _file_sha256(path) != shard.sha256:
             raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:

@@ -1,10 +1,9 @@
 """plan_packs: decide which documents share a row."""
 
-import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import overload
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,40 +13,30 @@ STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
 
 
 def as_lengths(lengths: object) -> np.ndarray:
-    """`[documents]` of the integer type that came in: lengths in tokens, from a list, array or CPU tensor.
-
-    Raises:
-        InputError: they are not a flat sequence of integers, or one of them is negative.
-    """
-    try:
-        array = np.asarray(lengths)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"lengths do not make an array ({error}); give one integer a document") from error
+    """`[documents]` of the integer type that came in: lengths in tokens, from a list, array or CPU tensor."""
+    array = np.asarray(lengths)
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(
-            f"lengths have shape {array.shape} and type {array.dtype}; give one integer a document, in tokens"
-        )
+        shown = f"shape {array.shape} and type {array.dtype}"
+        raise InputError(f"lengths have {shown}; give one integer a document, in tokens")
     if array.min() < 0:
         first = int(np.argmax(array < 0))
         raise InputError(f"document {first} has {array[first]} tokens; give lengths of 0 or more")
     return array
 
 
-def is_number(value: object) -> bool:
-    """Whether `value` is a real number, of Python or numpy."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def check_positive(name: str, value: int) -> int:
-    """`value` as an int.
-
-    Raises:
-        InputError: it is not a whole number of at least 1.
-    """
+    """`value` as an int; InputError if it is not a whole number of at least 1."""
     require_whole(name, value, 1)
     return int(value)
+
+
+def check_strategy(strategy: str) -> str:
+    """Refuse an unknown strategy."""
+    if strategy not in STRATEGIES:
+        raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    return strategy
 
 
 def padded_slots(lengths: np.ndarray, batch_size: int) -> int:
@@ -170,31 +159,7 @@ def _by_moves(moves: np.ndarray, n_bins: int, lengths: np.ndarray) -> tuple[np.n
     return _by_bin(_longest_first(lengths), bin_of_document, n_bins)
 
 
-class Bins(Sequence[list[int]]):
-    """The documents of every bin, as lists of indices that are made when they are read."""
-
-    def __init__(self, order: np.ndarray, offsets: np.ndarray):
-        self._order, self._offsets = order, offsets
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[int]]: ...
-    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
-        return self._order[self._offsets[i] : self._offsets[i + 1]].tolist()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    def __repr__(self) -> str:
-        shown = ", ".join(map(repr, self[:3]))
-        return f"<{len(self)} bins: {shown}{', ...' if len(self) > 3 else ''}>"
+Bins = list[list[int]]  # the documents of every bin
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,20 +168,15 @@ class PackPlan:
 
     The numbers are known at once. Which document lies in which bin is computed when `order`, `offsets` or
     `bins` is first used.
-
-    Args:
-        n_documents, tokens: documents placed, and the tokens they hold.
-        n_empty: documents without tokens; they are in no bin.
-        histogram: `[longest + 1]` int64: how many documents have each length, from 0 tokens on.
     """
 
     capacity: int
     strategy: str
     n_bins: int
-    n_documents: int
-    n_empty: int
+    n_documents: int  # in the bins
+    n_empty: int  # documents without tokens, which are in no bin
     tokens: int
-    histogram: np.ndarray
+    histogram: np.ndarray  # [longest + 1] int64: how many documents have each length, from 0 tokens on
     _arrange: Callable[[], tuple[np.ndarray, np.ndarray]] = field(repr=False)
 
     @cached_property
@@ -236,7 +196,8 @@ class PackPlan:
     @cached_property
     def bins(self) -> Bins:
         """The document indices of every bin, as one list for each bin."""
-        return Bins(self.order, self.offsets)
+        order = self.order.tolist()
+        return [order[start:end] for start, end in pairwise(self.offsets.tolist())]
 
     @property
     def padding(self) -> int:
@@ -271,8 +232,7 @@ def plan_packs(lengths: object, capacity: int, strategy: str = "bfd") -> PackPla
     heuristics differ.
     """
     capacity = check_positive("capacity", capacity)
-    if strategy not in STRATEGIES:
-        raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    check_strategy(strategy)
     lengths = as_lengths(lengths)
     counts = _count_lengths(lengths, capacity)
     if strategy == "bfd":

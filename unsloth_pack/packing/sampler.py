@@ -16,25 +16,20 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.packing.planner import as_lengths, check_positive, is_number
+from unsloth_pack.packing.planner import as_lengths, check_positive
 
 
 @dataclass(frozen=True)
 class CostSpread:
     """How uneven the ranks' work is in one epoch; 0 is even.
 
-    Args:
-        attention, tokens: (largest - smallest) / mean over the ranks, of a rank's sum of squared document
-            lengths in the epoch, and of its tokens in the epoch.
-        waiting: the share of time that the average rank waits for the slowest, window by window; time is
-            estimated in the same way as in the sampler.
-        vision: as `tokens`, of a rank's work on images; 0 where there are none.
+    All but `waiting` are (largest - smallest) / mean of the ranks' sums.
     """
 
-    attention: float
+    attention: float  # of squared document lengths
     tokens: float
-    waiting: float
-    vision: float = 0.0
+    waiting: float  # the share of time that the average rank waits for the slowest, window by window
+    vision: float = 0.0  # of work on images; 0 where there are none
 
     def __str__(self) -> str:
         on_images = f"images {self.vision:.2%}, " if self.vision else ""
@@ -92,7 +87,7 @@ class PackedSampler:
         if rank not in range(world_size):
             raise InputError(f"rank is {rank!r} of {world_size}; give 0 to {world_size - 1}")
         require_whole("seed", seed, 0)
-        if not (is_number(attention_weight) and 0 <= attention_weight <= 1):
+        if not 0 <= attention_weight <= 1:
             raise InputError(f"attention_weight is {attention_weight!r}; give a share from 0 to 1")
         self.rank, self.seed = int(rank), int(seed)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
@@ -104,10 +99,7 @@ class PackedSampler:
         )
         self.vision = None if vision_work is None else np.asarray(vision_work, np.float64)
         if self.vision is not None:
-            if (
-                len(self.vision) != len(self.cost)
-                or not (np.isfinite(self.vision) & (self.vision >= 0)).all()
-            ):
+            if len(self.vision) != len(self.cost) or not (self.vision >= 0).all():
                 raise InputError(f"vision_work needs a number from 0 for each of the {len(self.cost)} rows")
             self.cost += (1 - attention_weight) * self.vision / self.tokens.mean()
         if drop_last and len(self.cost) < self.window:
@@ -126,11 +118,7 @@ class PackedSampler:
         return self.world_size * self.rows_per_rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch at its first row; an epoch that was resumed keeps its position.
-
-        Raises:
-            InputError: it is not a whole number of at least 0.
-        """
+        """Start an epoch at its first row; an epoch that was resumed keeps its position."""
         require_whole("epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch, self._base, self._start, self._done = int(epoch), 0, 0, 0

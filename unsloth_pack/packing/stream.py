@@ -21,7 +21,7 @@ from unsloth_pack.packing.in_memory import (
     kind_of,
     pieces_of,
 )
-from unsloth_pack.packing.planner import STRATEGIES, check_positive, is_number, plan_packs
+from unsloth_pack.packing.planner import check_positive, check_strategy, plan_packs
 
 Example = dict[str, Any]  # column -> one value per token
 
@@ -30,19 +30,13 @@ _STATE_VERSION = 1
 
 @dataclass
 class StreamCounts(CutCounts):
-    """Counts of what went through a stream, beside the counts of what was cut.
+    """Counts of what went through a stream, beside the counts of what was cut."""
 
-    Args:
-        examples: examples taken in.
-        packs, documents, tokens: packs given out, and what they held.
-        leftover_documents, leftover_tokens: dropped at the end, because their pack was not full enough.
-    """
-
-    examples: int = 0
-    packs: int = 0
+    examples: int = 0  # taken in
+    packs: int = 0  # given out, with the next two
     documents: int = 0
     tokens: int = 0
-    leftover_documents: int = 0
+    leftover_documents: int = 0  # dropped at the end, because their pack was not full enough
     leftover_tokens: int = 0
 
 
@@ -100,20 +94,26 @@ class PackingStream:
     ):
         if by_document and overlong not in ("error", "drop"):
             raise InputError(f"overlong is {overlong!r} with by_document; choose one of error, drop")
-        if not (is_number(min_fill_ratio) and 0 < min_fill_ratio <= 1):
+        if not 0 < min_fill_ratio <= 1:
             raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
-        if strategy not in (None, *STRATEGIES):
-            raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
         if seed is not None:
             require_whole("seed", seed, 0)
-        if atomic:
-            _check_atomic(drop_last, strategy, overlong, buffer_tokens)
+        if atomic and (
+            drop_last is False
+            or strategy not in (None, "next_fit")
+            or overlong != "error"
+            or buffer_tokens is not None
+        ):
+            raise InputError(
+                "atomic mode takes the oldest segment first, cuts none and drops what is left at the end; "
+                "leave out drop_last, strategy, overlong and buffer_tokens"
+            )
         self.capacity = check_positive("capacity", capacity)
         self.buffer_size = check_positive("buffer_size", buffer_size)
         self.buffer_tokens = None if buffer_tokens is None else check_positive("buffer_tokens", buffer_tokens)
         self.min_fill_ratio = min_fill_ratio
         self.drop_last = atomic if drop_last is None else drop_last
-        self.strategy = strategy or ("next_fit" if atomic else "bfd")
+        self.strategy = check_strategy(strategy or ("next_fit" if atomic else "bfd"))
         self.seed = seed
         self.overlong = check_overlong(overlong)
         self.atomic = atomic
@@ -161,8 +161,7 @@ class PackingStream:
         columns, beside, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
             raise InputError(
-                f"{self.waiting} segments wait and buffer_size is {self.buffer_size}; take packs out before "
-                "more go in, or raise buffer_size"
+                f"{self.waiting} segments wait and buffer_size is {self.buffer_size}; take packs out first"
             )
         name, length = f"example {self.consumed}", _length(columns)
         pieces = pieces_of(name, length, self.capacity, self.overlong, self.counts)
@@ -209,16 +208,12 @@ class PackingStream:
         Raises:
             InputError: the state has another version, or comes from a stream with other arguments.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise InputError(
-                f"the state has version {state.get('version')!r} and this release reads {_STATE_VERSION}; "
-                "start without it"
-            )
-        for name, value in self._settings().items():
-            if (saved := state["settings"].get(name)) != value:
+        saved = {"version": state.get("version")} | state["settings"]
+        for name, value in {"version": _STATE_VERSION, **self._settings()}.items():
+            if saved.get(name) != value:
                 raise InputError(
-                    f"the stream was saved with {name}={saved!r} and this one has "
-                    f"{value!r}; make it with the same arguments"
+                    f"the stream was saved with {name}={saved.get(name)!r} and this one has {value!r}; make "
+                    "it with the same arguments"
                 )
         self.consumed = state["consumed"]
         self._plans = state["plans"]
@@ -241,13 +236,14 @@ class PackingStream:
         """The example's columns of tokens, its columns of the document, and the kind of each of the first."""
         name = f"example {self.consumed}"
         columns: Example = dict(example) if isinstance(example, Mapping) else {"input_ids": example}
-        if missing := [column for column in self._by_document if column not in columns]:
-            raise InputError(f"{name} has no column {missing[0]!r}; give it in every example")
+        for column in self._by_document:
+            if column not in columns:
+                raise InputError(f"{name} has no column {column!r}; give it in every example")
         beside = {column: columns.pop(column) for column in self._by_document}
         if "input_ids" not in columns or "seq_lengths" in columns:
+            shown = ", ".join(columns)
             raise InputError(
-                f"{name} has the columns {', '.join(columns) or '(none)'}; give tokenised examples with "
-                "input_ids that are not packed yet"
+                f"{name} has the columns {shown}; give tokenised examples that are not packed yet"
             )
         kinds = {
             column: str(kind_of(f"{name}, column {column!r},", value, column in WHOLE_COLUMNS))
@@ -255,14 +251,11 @@ class PackingStream:
         }
         for column, value in columns.items():
             if len(value) != _length(columns):
-                raise InputError(
-                    f"{name}: column {column!r} has {len(value)} values for {_length(columns)} tokens; "
-                    "give one a token, or remove the column"
-                )
-        if self._kinds is not None and kinds != self._kinds:
+                values = f"{len(value)} values for {_length(columns)} tokens"
+                raise InputError(f"{name}: column {column!r} has {values}; give one a token, or remove it")
+        if self._kinds not in (None, kinds):
             raise InputError(
-                f"{name} has {_listing(kinds)} and those before it {_listing(self._kinds)}; give all "
-                "examples the same columns of the same kind"
+                f"{name} has {kinds} and those before it {self._kinds}; give all the same columns and kinds"
             )
         return columns, beside, kinds
 
@@ -306,25 +299,8 @@ class PackingStream:
         self._tokens = sum(map(_length, self._buffer))
 
 
-def _check_atomic(
-    drop_last: bool | None, strategy: str | None, overlong: str, buffer_tokens: int | None
-) -> None:
-    for name, value, taken, why in (
-        ("buffer_tokens", buffer_tokens, [None], "bounds the segments that wait; give buffer_size alone"),
-        ("drop_last", drop_last, [None, True], "drops and counts what is left at the end; leave it out"),
-        ("strategy", strategy, [None, "next_fit"], "takes the oldest segment first; leave it out"),
-        ("overlong", overlong, ["error"], "never cuts a segment; leave it out"),
-    ):
-        if value not in taken:
-            raise InputError(f"{name} is {value!r} in atomic mode, which {why}")
-
-
 def _length(document: Example) -> int:
     return len(document["input_ids"])
-
-
-def _listing(kinds: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
 def _packed(documents: list[Example], by_document: Collection[str]) -> Example:
