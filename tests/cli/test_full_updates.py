@@ -118,42 +118,12 @@ def test_gradients_are_clipped_to_what_was_asked_for(train, tmp_path, clipped):
     ("flags", "says"),
     [
         (
-            {"optimizer_in_backward": True, "gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps is 2, which adds up those of several steps; give "
-            "--gradient_accumulation_steps 1",
-        ),
-        (
             {"optimizer_in_backward": True, "effective_batch_size": 6, "gradient_accumulation_steps": None},
-            "gradient_accumulation_steps is 3",
+            "gradient_accumulation_steps is 3; give --gradient_accumulation_steps 1",
         ),
-        (
-            {"optimizer_in_backward": True, "keep_examples_per_update": True, "sample_packing": True},
-            "keep_examples_per_update may add up those of several steps; leave out one of them",
-        ),
-        (
-            {"optimizer_in_backward": True, "max_grad_norm": None},
-            "and max_grad_norm is 1, but the norm of all is known only when all are there; give "
-            "--max_grad_norm 0, which clips nothing",
-        ),
-        (
-            {"optimizer_in_backward": True, "tuning": None},
-            "tuning is 'lora', but gradients and moments of an adapter take little memory; leave it out, or "
-            "give --tuning full",
-        ),
-        (
-            {"optimizer_in_backward": True, "optim": "schedule_free_adamw"},
-            "optim 'schedule_free_adamw' keeps counts of whole updates; give adamw_torch",
-        ),
-        (
-            {"masters_on_host": True},
-            "masters_on_host is set and dtype is float32, in which weights need no masters; give --dtype "
-            "bfloat16, or leave it out",
-        ),
-        (
-            {"masters_on_host": True, "dtype": "bfloat16", "optim": "adamw_torch_8bit"},
-            "optim is 'adamw_torch_8bit', which does not update on the host; give one of adamw_torch",
-        ),
-        ({"max_grad_norm": -1}, "max_grad_norm"),
+        ({"optimizer_in_backward": True, "max_grad_norm": None}, "a norm of all; give --max_grad_norm 0"),
+        ({"optimizer_in_backward": True, "tuning": None}, "and tuning is 'lora', which needs little memory"),
+        ({"masters_on_host": True}, "masters_on_host is set, and what trains is in float32; give --tuning"),
     ],
 )
 def test_what_cannot_be_right(flags, says, refused):

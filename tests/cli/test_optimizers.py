@@ -60,31 +60,14 @@ def test_every_setting_reaches_the_optimizer(optim):
             {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
             "optim_args has 'momentum', which adamw_torch does not take; give beta1, beta2, eps",
         ),
-        (
-            {"optim": "adafactor", "optim_args": "beta1=0.9"},
-            "'beta1', which adafactor does not take; leave out optim_args",
-        ),
-        ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args: momentum is 'fast'; give a number of"),
+        ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args: momentum is 'fast'; it should be a"),
         (
             {"optim": "sgd", "optim_args": "nesterov=true"},
             "optim is 'sgd', which refuses optim_args: Nesterov momentum",
         ),
-        ({"optim": "sgd", "optim_args": "nesterov=7"}, "optim_args: nesterov is 7; give true or false"),
-        (
-            {"optim": "adamw_torch", "optim_args": "beta2=1"},
-            "beta2 is 1; give a number of at least 0 and below",
-        ),
-        ({"optim_args": "eps=nan"}, "optim_args: eps is nan; give a number above 0"),
-        ({"optim_args": "eps"}, "give single values, such as beta2=0.95, or a JSON object"),
-        ({"optim_args": "eps=1e-8,eps=1e-6"}, "give single values, such as beta2=0.95"),
-        ({"optim_args": '{"eps": [1]}'}, "give single values, such as beta2=0.95"),
         (
             {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true"},
-            "which rounds weights in bfloat16, and an adapter trains in float32; give --tuning full --dtype",
-        ),
-        (
-            {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true", "tuning": "full"},
-            "and dtype is float32; give --tuning full --dtype bfloat16, or leave it out",
+            "is set, and what trains is in float32; give --tuning full --dtype bfloat16",
         ),
     ],
 )

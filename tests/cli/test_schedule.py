@@ -1,7 +1,6 @@
 """Learning rates by group, their course, batch sizes, evaluations and checkpoints, from the command line."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -93,49 +92,19 @@ def test_groups_of_other_rates_are_adamw_s(fused):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def with_floor(course="cosine_with_min_lr", **settings):
-    return {
-        "lr_scheduler_type": course,
-        "lr_scheduler_kwargs": json.dumps(settings),
-        "learning_rate": 0.01,
-    }
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ({"learning_rates": '{"lm_hed": 1e-4}'}, "learning_rates 'lm_hed' is 0.0001, and no weight that"),
-        ({"learning_rates": '{"norm": 0}'}, "norm is 0; give a number above 0"),
-        ({"learning_rates": '{"(": 1}'}, "'(' is '('; give a regular expression"),
         ({"embedding_learning_rate": 1e-4}, "embedding_learning_rate is 0.0001, and no weight that"),
-        ({"lora_plus_ratio": 0.5}, "lora_plus_ratio is 0.5; give a number of at least 1"),
-        ({"tuning": "full", "lora_plus_ratio": 4}, "lora_plus_ratio is 4, but there is no LoRA"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio is 0.1 and warmup_steps is 3; give one"),
         ({"effective_batch_size": 7, "per_device_train_batch_size": 2}, "and a step has 2 rows"),
-        ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "either decides the steps of an up"),
-        ({"lr_scheduler_kwargs": '{"floor": 1}'}, "kwargs is {\"floor\": 1}, which transformers"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "which transformers refuses"),
-        (with_floor(min_lr=0.1), "has min_lr 0.1; give a number from 0 to learning_rate, which is 0.01"),
-        (with_floor(min_lr=-1e-6), "has min_lr -1e-06; give a number from 0 to learning_rate, which is 0.01"),
-        (with_floor(min_lr_rate=1.5), "has min_lr_rate 1.5; give a number from 0 to 1"),
-        (with_floor(min_lr_rate=-0.1), "has min_lr_rate -0.1; give a number from 0 to 1"),
-        (with_floor("warmup_stable_decay", num_decay_steps=2, min_lr_ratio=2), "has min_lr_ratio 2; give a"),
-        (with_floor("polynomial", lr_end=-1), "has lr_end -1; give a number from 0 to learning_rate, which"),
-        ({"eval_steps": 5}, "eval_steps is 5 without data to evaluate on; give --eval_dataset"),
-        ({"early_stopping_patience": 2}, "early_stopping_patience is 2 without data to evaluate on"),
-        ({"load_best_model_at_end": True}, "load_best_model_at_end is true without data"),
-        ({"save_delay_steps": 5}, "save_delay_steps is 5 and no checkpoints are made; give --save_steps"),
-        ({"push_to_hub": "a b"}, "push_to_hub is 'a b'"),
-        (
-            {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
-            "warmup_ratio is 0.1 and lr_scheduler_type is 'constant', which has no warmup; give "
-            "constant_with_warmup, or leave out --warmup_ratio",
-        ),
-        ({"lr_scheduler_type": "greedy", "eval_fraction": 0.1, "warmup_steps": 3}, "warmup_steps is 3 and "),
-        (
-            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"min_lr": 1e-6}'},
-            "{\"min_lr\": 1e-06} and lr_scheduler_type is 'constant', which takes none; leave them out",
-        ),
+        ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "give one of them"),
+        ({"lr_scheduler_kwargs": '{"floor": 1}'}, 'kwargs is {"floor": 1}, which transformers'),
+        ({"lr_scheduler_type": "nope"}, "which transformers refuses"),
+        ({"early_stopping_patience": 2}, "give --eval_dataset or --eval_fraction too"),
+        ({"report_to": "nope"}, "report_to is 'nope', which is unknown or not here; give one of none, all"),
+        ({"push_to_hub": "a b/c"}, "push_to_hub is 'a b/c', and nothing can be uploaded"),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "which has no warmup; leave out one"),
     ],
     ids=str,
 )  # fmt: skip
@@ -146,24 +115,16 @@ def test_what_is_refused(flags, says, refused):
 
 
 def test_best_checkpoints_are_of_evaluations(refused, data):
-    flags = {"eval_dataset": data, "load_best_model_at_end": True, "save_steps": 4}
-    assert "is no multiple of eval_steps null" in refused(**flags)
-    assert "save_steps 4 is no multiple of eval_steps 3" in refused(eval_steps=3, **flags)
+    flags = {"eval_dataset": data, "load_best_model_at_end": True, "save_steps": 4, "eval_steps": 3}
+    assert "transformers refuses these arguments: --load_best_model_at_end requires" in refused(**flags)
 
 
 def test_push_to_hub_offline(refused, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, so nothing can be uploaded; leave it out" in refused(push_to_hub="a/b")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "no token of the hub is there" in refused(push_to_hub="a/b")
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-
     def fails(self):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", fails)
-    assert "the hub cannot be used (no route to host)" in refused(push_to_hub="a/b")
+    assert "nothing can be uploaded (no route to host); leave it out" in refused(push_to_hub="a/b")
 
 
 def test_what_is_pushed(train, monkeypatch, tmp_path):
@@ -206,14 +167,6 @@ def test_evaluations_and_checkpoints_at_their_updates(train, data, tmp_path):
     assert [path.name for path in early.glob("checkpoint-*")] == [
         "checkpoint-4"
     ]  # the last is none too early
-
-
-def test_noise_in_the_embeddings(train, tmp_path):
-    assert train("--packing", output_dir=tmp_path / "plain") == 0
-    assert train("--packing", output_dir=tmp_path / "noisy", neftune_noise_alpha=50) == 0
-    plain, noisy = losses(tmp_path / "plain"), losses(tmp_path / "noisy")
-    assert noisy[1] != plain[1]
-    assert all(map(math.isfinite, noisy.values()))
 
 
 @pytest.fixture

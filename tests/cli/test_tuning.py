@@ -55,15 +55,9 @@ def test_a_full_run_resumes_bit_for_bit(train, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is set, but quantised weights have no"),
-        ({"load_in_8bit": True}, "tuning is 'full' and load_in_8bit is set"),
+        ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is true, which only an adapter takes"),
         ({"dtype": "float16"}, "tuning is 'full' and dtype is 'float16'"),
-        ({"use_dora": True}, "use_dora is true and tuning is 'full', which makes no adapter"),
-        ({"r": 8}, "r is 8 and tuning is 'full'"),
-        ({"modules_to_save": "lm_head"}, "modules_to_save is ['lm_head'] and tuning is 'full'"),
-        ({"save_method": "lora"}, "tuning is 'full' and save_method is 'lora'"),
-        ({"train_modules": "wrong"}, "train_modules holds 'wrong', which matches no module"),
-        ({"freeze_modules": '["norm", "h.0"]'}, "freeze_modules holds 'h.0', which matches no module"),
+        ({"modules_to_save": "lm_head"}, "tuning is 'full' and modules_to_save is ['lm_head']"),
         ({"freeze_modules": ".*"}, "leaves nothing to train"),
     ],
 )
@@ -75,7 +69,6 @@ def test_what_full_tuning_refuses(flags, says, refused):
 
 
 PARTS = {
-    "a layer": ({"train_modules": "model.layers.1"}, lambda name: ".layers.1." in name),
     "norms": ({"train_modules": ".*norm"}, lambda name: "norm" in name),
     "frozen": (
         {"freeze_modules": '["embed_tokens", "model.layers.0"]'},
@@ -100,10 +93,7 @@ def test_parts_of_a_model_train(part, train, untied, tmp_path):
     ("flags", "expected"),
     [
         ({"target_modules": "q_proj,v_proj"}, ["q_proj", "v_proj"]),
-        ({"target_modules": r"model\.layers\.1\..*_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        ({"target_modules": "embed_tokens,q_proj"}, ["embed_tokens", "q_proj"]),
         ({"target_modules": "lm_head,q_proj"}, ["lm_head", "q_proj"]),
-        ({"target_modules": "all-linear"}, ["q_proj", "gate_proj", "down_proj"]),
         ({"layers_to_transform": 1}, ["q_proj", "gate_proj"]),
         ({"freeze_modules": "mlp"}, ["q_proj", "o_proj"]),
     ],
@@ -123,16 +113,14 @@ def test_targets_of_an_adapter(flags, expected, train, untied, tmp_path):
     check_merged(tmp_path / "out", untied)
 
 
-@pytest.mark.parametrize("base", ["tied", "untied"])
 @pytest.mark.parametrize(
-    "flags",
+    ("base", "flags"),
     [
-        {"modules_to_save": "norm,embed_tokens"},
-        {"modules_to_save": "lm_head"},
-        {"train_modules": "model.layers.1"},
-        {"train_modules": "model.layers.1.mlp", "modules_to_save": "norm"},
-        {"trainable_token_indices": "97,98"},
-        {"trainable_token_indices": "97,98", "modules_to_save": "norm", "train_modules": "layers.0.mlp"},
+        ("tied", {"modules_to_save": "norm,embed_tokens"}),
+        ("tied", {"modules_to_save": "lm_head"}),
+        ("untied", {"train_modules": "model.layers.1"}),
+        ("tied", {"trainable_token_indices": "97,98", "modules_to_save": "norm"}),
+        ("untied", {"trainable_token_indices": "97,98", "train_modules": "layers.0.mlp"}),
     ],
     ids=str,
 )
@@ -150,41 +138,23 @@ def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tm
     ("flags", "says"),
     [
         ({"target_modules": "w_proj"}, "target_modules names 'w_proj'; the model has"),
-        ({"target_modules": "(w_"}, "target_modules is '(w_'; give a regular expression"),
-        ({"target_modules": ".*w_proj"}, "target_modules is '.*w_proj', which matches nothing"),
         ({"modules_to_save": "head"}, "modules_to_save names 'head'; the model has"),
         ({"train_modules": "model.layer.1"}, "train_modules holds 'model.layer.1', which matches no module"),
-        ({"freeze_modules": "wte"}, "freeze_modules holds 'wte', which matches no module"),
-        ({"r": 100000}, "r is 100000; give a whole number from 1 to 64"),
-        ({"max_seq_length": 512}, "max_seq_length is 512, "),
         ({"layers_to_transform": "0,9"}, "layers_to_transform is 9; give a whole number from 0 to 1"),
-        ({"layers_to_transform": "a"}, "give whole numbers of at least 0, with commas between them"),
         ({"trainable_token_indices": "3,258"}, "trainable_token_indices is 258; give a whole number from 0"),
         ({"trainable_token_indices": "3,3"}, "trainable_token_indices holds 3 twice"),
-        (
-            {"trainable_token_indices": "3,4", "modules_to_save": "norm,embed_tokens"},
-            "modules_to_save names embed_tokens, of which trainable_token_indices trains some rows alone",
-        ),
-        ({"load_in_4bit": True, "modules_to_save": "q_proj"}, "load_in_4bit is set, and modules_to_save or"),
-        ({"load_in_4bit": True, "train_modules": "layers.0"}, "load_in_4bit is set, and modules_to_save or"),
     ],
     ids=str,
 )
 def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkeypatch):
     monkeypatch.setattr("unsloth_pack.api.load_model", None)
-    if "load_in_4bit" in flags:
-        pytest.importorskip("bitsandbytes")
     assert says in refused(**flags)
 
 
 @pytest.mark.parametrize(
     ("base", "layer", "asked"),
     [
-        ("tied", "embed_tokens", "add_tokens"),
         ("tied", "lm_head", "add_tokens"),
-        ("untied", "embed_tokens", "add_tokens"),
-        ("untied", "lm_head", "add_tokens"),
-        ("tied", "lm_head", "trainable_token_indices"),
         ("untied", "embed_tokens", "trainable_token_indices"),
     ],
 )
@@ -200,12 +170,6 @@ def test_an_adapter_and_trained_rows_on_one_weight(
         f"target_modules puts an adapter on {layer}, and {asked} trains single rows of its weight; " in line
     )
     assert f"leave {layer} out of target_modules, or leave out {asked}" in line
-
-
-def test_trained_rows_stand_beside_all_linear_layers_and_an_untied_head(untied, train):
-    for targets in ("all-linear", "q_proj,lm_head"):
-        flags = {"target_modules": targets, "trainable_token_indices": "3", "max_steps": 1}
-        assert train("--overwrite_output_dir", model_name=untied, **flags) == 0
 
 
 def test_modules_that_train_beside_weights_in_4_bits_keep_their_dtype(train, tmp_path):
@@ -286,10 +250,7 @@ def test_new_tokens_begin_as_a_mean(untied):
         ("tokens.txt", "\n  \n", "it holds no token; write one a line"),
         ("tokens.txt", "<a>\n<b>\n<a>\n", "'<a>' is there twice; keep one"),
         ("tokens.txt", "<eos>\n", "add_tokens names '<eos>', which is token 256 already; leave it out"),
-        ("tokens.json", "{", "not json; correct it"),
         ("tokens.json", '{"<a>": 3}', "'<a>': 3 is no token with a description"),
-        ("tokens.yaml", "- <a>\n- 3\n", "3: None is no token with a description"),
-        ("tokens.yaml", "{}", "it holds no token"),
     ],
 )
 def test_new_tokens_that_are_refused(name, content, says, refused, tmp_path, monkeypatch):
