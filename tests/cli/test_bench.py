@@ -136,7 +136,7 @@ def test_it_says_when_the_machine_is_too_busy(model, data, answers, capsys):
     ("flags", "message"),
     [
         (["--load_in_4bit", "--load_in_fp8"], "load_in_4bit and load_in_fp8 are set together; choose one"),
-        (["--steps", "0"], "give a whole number of at least 1"),
+        (["--steps", "0"], "it should be greater than or equal to 1"),
         (["--max_seq_length", "1000"], "max_seq_length is 1000"),
         (["--attn_backend", "flash"], "attn_backend 'flash' cannot run"),
         (["--model_name", "no-such-folder/"], "no-such-folder"),

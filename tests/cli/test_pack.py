@@ -62,9 +62,9 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
     ("flags", "message"),
     [
         (["--out", "full"], "out 'full' is not empty; give a new folder"),
-        (["--out", "full/file"], "is a file; give another folder"),
+        (["--out", "full/file"], "cannot be written to (Not a directory)"),
         (["--out", "new", "--dataset", "packs"], "packs: packed rows, but documents are needed here"),
-        (["--out", "new", "--strategy", "best"], "one of next_fit, first_fit, ffd, bfd"),
+        (["--out", "new", "--strategy", "best"], "it should be 'next_fit', 'first_fit'"),
     ],
 )
 def test_bad_input_to_pack(flags, message, model, data, packs, refused, tmp_path):

@@ -45,7 +45,7 @@ def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--pack-lengths", "64,x"], "give a whole number of at least 1"),
+        (["--pack-lengths", "64,x"], "it should be a valid integer"),
         (["--image_sizes", "64"], "such as 1024x768"),
     ],
 )

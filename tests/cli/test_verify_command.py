@@ -52,7 +52,7 @@ def test_bad_input(model, tmp_path, capsys):
             ["--model_name", model, "--dtype", "float32", "--attn_backend", "flash"],
             "attn_backend 'flash' cannot run",
         ),
-        (["--model_name", model, "--dtype", "float8"], "give one of bfloat16"),
+        (["--model_name", model, "--dtype", "float8"], "it should be 'bfloat16'"),
         (["--model_name", model, "--load_in_4bit", "--load_in_fp8"], "load_in_4bit and load_in_fp8 are set"),
     ]:
         assert main(["verify", *flags]) == 2, flags

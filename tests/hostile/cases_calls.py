@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -49,13 +48,10 @@ def _shown(options: dict[str, Any]) -> str:
 
 
 LOADING = [
-    *(
-        loading("max_seq_length is", max_seq_length=value)
-        for value in (0, -1, 1.5, "64", None, True, NAN, 10**30)
-    ),
-    *(loading("dtype is", dtype=value) for value in ("float8", "int8", torch.int8, 32, "")),
-    *(loading("random_state is", random_state=value) for value in (-1, 2**32, 1.5, "x", None)),
-    *(loading("model_name is", name=value) for value in (None, 5, "", " ", [], Path(" "))),
+    *(loading("max_seq_length is", max_seq_length=value) for value in (0, "64", None, 10**30)),
+    *(loading("dtype is", dtype=value) for value in ("int8", torch.int8, 32)),
+    *(loading("random_state is", random_state=value) for value in (-1, 2**32)),
+    *(loading("model_name is", name=value) for value in (None, " ")),
     *(
         loading("attn_backend is|no attention backend|'fast'|unknown", attn_backend=value)
         for value in ("fast", "", 5)
@@ -66,21 +62,18 @@ LOADING = [
     loading("cannot load", max_position_embeddings="many"),
 ]
 ADAPTING = [
-    *(adapting("r is", r=value) for value in (0, -1, 1.5, "8", None, True, 10**12)),
-    *(adapting("lora_dropout is", lora_dropout=value) for value in (1.0, -0.1, NAN, "0", None)),
-    *(adapting("lora_alpha is", lora_alpha=value) for value in (0, -1, NAN, INF, "16", None)),
-    *(adapting("random_state is", random_state=value) for value in (-1, 2**32, "x")),
+    *(adapting("r is", r=value) for value in (0, 1.5, "8", 10**12)),
+    *(adapting("lora_dropout is", lora_dropout=value) for value in (1.0, NAN)),
+    *(adapting("lora_alpha is", lora_alpha=value) for value in (0, INF)),
+    *(adapting("random_state is", random_state=value) for value in (-1,)),
     *(
         adapting("target_modules", target_modules=value)
-        for value in ([], ["w"], ["q_proj", "w"], "frob(", "frob", 5, "")
+        for value in ([], ["q_proj", "w"], "frob(", "frob", 5)
     ),
-    *(adapting("bias", bias=value) for value in ("some", "", 5)),
-    *(adapting("layers_to_transform", layers_to_transform=value) for value in ([99], -1, "x", [0, 99])),
-    *(adapting("modules_to_save", modules_to_save=value) for value in (["frob"], "lm_head", [5])),
-    *(
-        adapting("use_gradient_checkpointing is", use_gradient_checkpointing=value)
-        for value in ("often", "always", 7, None)
-    ),
+    *(adapting("bias", bias=value) for value in ("some",)),
+    *(adapting("layers_to_transform", layers_to_transform=value) for value in (-1, [0, 99])),
+    *(adapting("modules_to_save", modules_to_save=value) for value in (["frob"], "lm_head")),
+    *(adapting("use_gradient_checkpointing is", use_gradient_checkpointing=value) for value in ("often", 7)),
     adapting("loftq_config", loftq_config={"frob": 1}),
     adapting("loftq_config", loftq_config={"loftq_bits": 99}),
     adapting("r is 1000000; give a whole number from 1 to", r=10**6),
@@ -104,7 +97,6 @@ RUNNING = "give 0 and the running sum of the lengths"
 # Every refusal of a description has its case in tests/test_describe.py
 CALLS = [
     forward("lengths beyond the row", SUM, packed_seq_lengths=[5, 8]),
-    forward("a tensor beyond", SUM, packed_seq_lengths=torch.tensor([5, 8])),
     forward("a negative length", WHOLE, packed_seq_lengths=[14, -2]),
     forward("no tokens", "hold no token", packed_seq_lengths=[0, 0]),
     forward("two rows of one", "2 rows of 1", packed_seq_lengths=[[5], [7]]),
@@ -114,16 +106,12 @@ CALLS = [
         "which alone do not separate documents",
         attention_mask=torch.tensor([[1] * 5 + [2] * 7]),
     ),
-    forward("a keyword of others", "do you mean seq_lengths", seq_lens=[5, 7]),
-    forward("flash-attn's keyword", "do you mean cu_seq_lens_q", cu_seqlens_q=[0, 5, 12]),
-    forward("a keyword of torchtune", "do you mean seq_idx", document_ids=torch.zeros(1, T)),
     forward(
         "a mask over a document",
         "attention_mask keeps 5",
         packed_seq_lengths=[5, 7],
         attention_mask=torch.tensor([[1] * 5 + [0] * 7]),
     ),
-    forward("labels beyond the head", "labels reach from 99999 to 99999", labels=torch.full((1, T), 99_999)),
     forward(
         "labels beyond the head, in a packed row",
         "labels reach from 99999 to 99999",
@@ -144,7 +132,6 @@ CALLS = [
     ),
     forward("cu_seq_lens beyond", RUNNING, cu_seq_lens_q=[0, 5, 13]),
     forward("q and k that disagree", "disagree", cu_seq_lens_q=[0, 5, 12], cu_seq_lens_k=[0, 6, 12]),
-    forward("max_length too short", "max_length_q is 3", cu_seq_lens_q=[0, 5, 12], max_length_q=3),
     forward("positions that disagree", "disagree", packed_seq_lengths=[5, 7], position_ids=positions(6, 6)),
     forward("seq_idx that disagrees", "disagree", packed_seq_lengths=[5, 7], seq_idx=torch.arange(12)[None]),
     forward(
@@ -168,7 +155,6 @@ PACKING = [
     call("a plan of a length beyond", "5", packing.plan_packs, [5], 4),
     call("a plan of another strategy", "no packing strategy", packing.plan_packs, [1], 4, "best"),
     call("sequences beyond", "5", packing.pack_sequences, OVER, 4, 0),
-    call("sequences of no room", "max_length is 0", packing.pack_sequences, OVER, 0, 0),
     call("sequences otherwise", "overlong", packing.pack_sequences, OVER, 4, 0, overlong="frob"),
     call("a stream of no room", "capacity is 0", packing.PackingStream, 0),
     call("a stream without a buffer", "buffer_size is 0", packing.PackingStream, 4, 0),
@@ -193,17 +179,14 @@ PACKING = [
         call(f"token ids: {name}", says, check_token_ids, datasets.Dataset.from_dict({"input_ids": ids}), 10)
         for name, ids, says in (
             ("one too large", [[1], [2, 10]], "row 1, column 'input_ids': token id 10 is outside"),
-            ("negative", [[1, -1]], "row 0, .*token id -1"),
             ("beyond 32 bits", [[2**40]], "token id 1099511627776"),
             ("null", [[1, None]], "token id None"),
-            ("fractions", [[1.5]], "not lists of integers"),
-            ("words", [["a"]], "not lists of integers"),
             ("numbers", [1, 2], "not lists of integers"),
         )
     ),
     *(
         call(f"pack_dataset({value!r})", "give a datasets.Dataset", packing.pack_dataset, value, 4)
-        for value in (None, [], "few.jsonl")
+        for value in ("few.jsonl",)
     ),
     call("no rows", "0 rows", to_trl, datasets.Dataset.from_dict({"text": []}), chat_template=True),
 ]

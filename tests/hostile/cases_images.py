@@ -98,11 +98,9 @@ PART = [{"type": "image", "image": PNG}]
 
 CASES = [
     # files
-    of(b"", "no image of a known format", "no bytes"),
     of("empty.png", "no image of a known format", "an empty file"),
     of("text.png", "no image of a known format.*text.png", "a text"),
     of("cut.jpg", "cannot be read .*truncated.*cut.jpg", "half a JPEG"),
-    of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "known format", "an SVG"),
     of(png_of_size(60_000, 60_000), "too large .*60000 by 60000|too large", "a decompression bomb"),
     of(png_of_size(10_000, 9_500), "too large .*10000 by 9500", "a bomb that Pillow would only warn of"),
     of(with_text_bomb, "cannot be read .*too large|too large", "a compressed text of 100 MB"),
@@ -114,13 +112,10 @@ CASES = [
     of("/etc/passwd", "leads out of the image folder", "an absolute path elsewhere"),
     of("a.png", "give image_folder", "a relative path without a folder", image_folder=None),
     of("no-such.png", "no file", "no such file"),
-    of("in", "no file", "a folder"),
     of("https://example.com/a.png", "on the network.*download", "an address"),
     of("data:image/png;base64,@@@", "not base64", "a data URI that is not base64"),
     # what stands for an image
     of(5, "no image, got 5", "a number"),
-    of([], "no image", "a list"),
-    row(asking("<image> or <image>", images=[PNG]), "images in column .*: 2, images: 1", "an image too few"),
     row(asking("<image>", images=[PNG, PNG]), "images in column .*: 1, images: 2", "an image too many"),
     row(asking("what?", image=PNG), "images in column .*: 0, images: 1", "an image without a place"),
     row(asking("<image>"), "images in column .*: 1, images: 0", "a place without an image"),
@@ -132,19 +127,14 @@ CASES = [
     ),
     row(asking("<image>", image=PNG, images=[PNG]), "images in two columns", "two columns"),
     row(answering(PART), "an image in a turn of the assistant", "an image in an answer"),
-    row(answering("<image>", images=[PNG]), "an image in a turn of the assistant", "a mark in an answer"),
     row(asking("<|image_pad|>"), r"the text holds <\|image_pad\|>", "the model's token in a text"),
-    row(asking("a<|vision_start|>b"), r"the text holds <\|vision_start\|>", "the model's marker in a text"),
-    row(answering("<|video_pad|>"), r"the text holds <\|video_pad\|>", "a token of videos in an answer"),
     row(asking([{"type": "video", "video": "a.mp4"}]), "neither text nor an image", "a video in a part"),
     row(asking("what?", videos=["a.mp4"]), "column 'videos': video or sound", "a column of videos"),
     # rows
     row({"image": PNG, "caption": "red"}, "no conversation.*give the columns", "no conversation"),
-    row({"messages": []}, "at least one turn", "no turns"),
     row({"messages": [{"content": PART}]}, "turn 0 has no role", "a turn without a role"),
     row({"messages": [{"role": "user", "content": PART}]}, "no assistant turn", "no answer"),
     row(answering(""), "empty response", "an empty answer"),
-    row(asking(None), "needs a string", "a question that is null"),
     # lengths
     of(PNG, "too long .*max_seq_length is 9", "a document above the limit", max_seq_length=9),
     of(PNG, "cut before the end of an image", "a cut in an image", max_seq_length=10, overlong="truncate"),

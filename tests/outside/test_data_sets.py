@@ -269,7 +269,7 @@ def test_files_of_a_folder_that_have_no_one_split(folder, no_pack, paths, card, 
     ("item", "says"),
     [
         ("gone.jsonl", "gone.jsonl: file not found"),
-        ({"path": "alpaca.json", "wieght": 2}, "item 2, wieght is unknown; use path, split, limit"),
+        ({"path": "alpaca.json", "wieght": 2}, "item 2, wieght is unknown; leave it out"),
         ("empty.jsonl", "empty.jsonl: 0 rows"),
         ("asked.jsonl", "asked.jsonl: no known data format has the columns question (str), answer (str)"),
         (MAPPED | {"columns": {"q": "prompt"}}, "asked.jsonl: columns maps 'q', and there is no such column"),
@@ -290,19 +290,18 @@ def test_packs_are_named_alone(folder, model_folder, refused, no_pack):
     train = [f"--model_name={model_folder}", "--max_steps=1", "--output_dir=out"]
     line = refused([*train, "--dataset=packs,text.txt"])
     assert "packs holds packed rows, which are trained on alone" in line
-    for flag in ("--split=test", "--sample_limit=3", "--columns=a=text", "--mixture=interleave_over"):
+    for flag in ("--split=test", "--columns=a=text", "--mixture=interleave_over", "--eval_fraction=0.5"):
         line = refused([*train, "--dataset=packs", flag])
         assert f"{flag[2:].partition('=')[0]} is " in line
-        assert "are packed already" in line
-    assert "give --eval_dataset" in refused([*train, "--dataset=packs", "--eval_fraction=0.5"])
+        assert "for the packed rows in packs" in line
     assert "packed rows, but documents are needed here" in no_pack("--dataset=text.txt,packs")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--eval_dataset=text.txt"], "eval_fraction is 0.5 and eval_dataset is text.txt; give one of them"),
-        (["--streaming"], "eval_fraction is 0.5 and streaming is set, but nobody knows which documents"),
+        (["--eval_dataset=text.txt"], "eval_fraction is 0.5; give one of them"),
+        (["--streaming"], "streaming is true and eval_fraction is 0.5; give one of them"),
         (["--dataset=one.txt"], "all 1 documents hold the same tokens, so that none can be held out"),
         (["--dataset=same.txt"], "all 3 documents hold the same tokens, so that none can be held out"),
     ],

@@ -234,7 +234,7 @@ def _refuse_otherwise(
         if requested.get(name, value) != value:
             raise InputError(
                 f"{name} is {written(requested[name])}, but {written(value)} for the packed rows in "
-                f"{folder}; leave out --{name} or give it to `unsloth-pack pack`, or give other data"
+                f"{folder}; give --{name} {written(value)}, or other data"
             )
     max_seq_length = requested.get("max_seq_length", capacity)
     if max_seq_length < capacity:
