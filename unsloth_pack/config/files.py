@@ -65,14 +65,7 @@ class Source:
 
 
 def read_file(path: Path, above: tuple[str, ...] = ()) -> Source:
-    """Read a file over its base files.
-
-    Args:
-        above: the real paths of files that build on this one.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Read a file over its base files; `above` are the real paths of files that build on this one."""
     if path.exists() and not path.is_file():  # reading it may never end
         raise OSError(None, "no ordinary file")
     whole, file, real = Source(), _File(str(path)), (*above, os.path.realpath(path))

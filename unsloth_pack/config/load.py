@@ -48,14 +48,7 @@ def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions
 
 
 def read_record(values: Mapping[str, object], source: str) -> dict[str, Any]:
-    """Read the options in the record of an earlier run, by name, without those that are None.
-
-    Args:
-        source: of the record, to begin an error message.
-
-    Raises:
-        Mistakes: values that the options do not take.
-    """
+    """Read the options in the record of an earlier run, by name. Raises Mistakes that begin with `source`."""
     options, errors = validated(values)
     if errors:
         raise Mistakes(InputError(f"{source}: {text}") for _, text in errors)

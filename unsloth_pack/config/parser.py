@@ -43,12 +43,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=bool, help=f"{help} (default: false)", **takes)
 
     def add_option(self, name: str, help: str = "", group: Any = None) -> None:
-        """Add the flag of an option of `train`.
-
-        Args:
-            help: in place of the option's own.
-            group: of the help, to add it to.
-        """
+        """Add the flag of an option of `train`, to a group of the help, with help of its own or another."""
         each = OPTIONS[name]
         takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare else {}
         help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
@@ -59,11 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message if ";" in message else f"{message}; see `{self.prog} --help`")
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Read the flags that are there, by name: those of options as text, and None for `null`.
-
-        Raises:
-            InputError: unknown flags, and a flag that stands twice and takes several values.
-        """
+        """Read the flags that are there, by name: those of options as text, and None for `null`."""
         try:
             flags, unknown = self.parse_known_args(arguments)
         except argparse.ArgumentError as error:
@@ -80,11 +71,7 @@ class Parser(argparse.ArgumentParser):
         return {n: None if v == "null" else v for n, v in vars(flags).items() if n != "debug"}
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Read the flags that are there, by name, without those that restore a default.
-
-        Raises:
-            InputError: as `read`, and values that their flags do not take.
-        """
+        """Read the flags that are there, by name, without those that restore a default."""
         values = self.read(arguments)
         own = {name: value for name, value in values.items() if name not in OPTIONS}
         options, errors = validated({name: value for name, value in values.items() if name in OPTIONS})
@@ -100,11 +87,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def train_parser(**options: object) -> Parser:
-    """Make the parser of the flags of all options.
-
-    Args:
-        options: argparse's own, in place of those of `train`.
-    """
+    """Make the parser of the flags of all options; `options` are argparse's own."""
     defaults = ", ".join(f"{name} {value}" for name, value in DEMO_DEFAULTS.items())
     about = (
         "Fine-tune a language model with a LoRA adapter. Without flags, the bundled model trains on the "

@@ -157,11 +157,7 @@ Recompute = Annotated[Literal[True, False, "offload", "unsloth", "auto"], Before
 
 
 def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of each mistake in its section (`dataset.1.weight`), and its text.
-
-    Args:
-        name: of the value; else the names of section and option lead to it.
-    """
+    """Yield the place of each mistake (`dataset.1.weight`), and its text; `name` is that of a single value."""
     remedies = {"missing": "give it", "extra_forbidden": "leave it out"}
     for each in error.errors(include_url=False):
         at = [part for part in each["loc"] if part not in ("[text]", "[list]", "[key]")]
@@ -180,11 +176,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def read_as(kind: object, value: object, name: str) -> Any:
-    """Read a value as a type.
-
-    Raises:
-        InputError: it is not of this type.
-    """
+    """Read a value as a type; InputError if it is not of this type."""
     try:
         return _adapter(kind).validate_python(value)
     except ValidationError as error:

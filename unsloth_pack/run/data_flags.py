@@ -14,40 +14,24 @@ _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
 
 
 def add_data_flags(parser: Parser, dataset_help: str = "") -> None:
-    """Give the parser `--dataset` and what goes with it, as `train` has it.
-
-    Args:
-        dataset_help: of `--dataset`, where it is another one.
-    """
+    """Give the parser `--dataset` and what goes with it, as `train` has it."""
     for name in _NAMES:
         parser.add_option(name, dataset_help if name == "dataset" else "")
 
 
 def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
-    """Give the parser the flags by which `train` prepares images.
-
-    Args:
-        may_shrink: documents may be too long, so that images are made smaller.
-    """
+    """Give the parser the flags by which `train` prepares images."""
     for name in _OF_IMAGES if may_shrink else _OF_IMAGES[:-1]:
         parser.add_option(name)
 
 
 def data_options(given: Mapping[str, object]) -> DataOptions:
-    """The options of the data among the flags.
-
-    Raises:
-        InputError: they contradict each other.
-    """
+    """The options of the data among the flags."""
     return _options(given, (*_NAMES, "num_proc")).data
 
 
 def image_options(given: Mapping[str, object]) -> ImageOptions:
-    """The options of images among the flags.
-
-    Raises:
-        InputError: they contradict each other.
-    """
+    """The options of images among the flags."""
     return _options(given, _OF_IMAGES).images
 
 
@@ -58,11 +42,7 @@ def _options(given: Mapping[str, object], names: tuple[str, ...]) -> TrainOption
 
 
 def check_sources(given: Mapping[str, object]) -> None:
-    """Refuse a model and data that are not there, before torch is imported, which takes seconds.
-
-    Raises:
-        InputError: names them.
-    """
+    """Refuse a model and data that are not there, before torch is imported, which takes seconds."""
     model = errors_of(check_model_there, given.get("model_name", "demo"))
     sets = training_sets(data_options(given)) if "dataset" in given else []
     raise_together(model, *(errors_of(each.check_there) for each in sets))

@@ -23,11 +23,7 @@ from unsloth_pack.training.trl_setup import training_template
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, or of an adapter: its own, or that of its base model.
-
-    Raises:
-        InputError: it cannot be found or loaded.
-    """
+    """The tokenizer of a model, or of an adapter: its own, or that of its base model."""
     return loading.load_tokenizer(loading.tokenizer_folder(model_name))
 
 
@@ -39,12 +35,7 @@ class RunTokenizer(NamedTuple):
 
 
 def load_run_tokenizer(model_name: str, adapter: AdapterOptions) -> RunTokenizer:
-    """Load the tokenizer of the adapter that the run begins with, or of the model, and add new tokens.
-
-    Raises:
-        InputError: it cannot be loaded, has neither a token to pad with nor one that ends a text, or has a
-            new token already; the adapter that the run goes on with has other tokens.
-    """
+    """Load the tokenizer of the adapter that the run begins with, or of the model, and add new tokens."""
     tokenizer = load_tokenizer(adapter.init_adapter or model_name)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise InputError(
@@ -93,14 +84,7 @@ def load_all(
 
 
 def load_training_data(data: DataOptions, most: int | None = None) -> list[RowsOfSet]:
-    """Load the rows that a run trains on, see `load_all`.
-
-    Args:
-        most: rows of each at most, beside the limit of the options.
-
-    Raises:
-        InputError: one of them cannot be read, or none has a column that the options map.
-    """
+    """Load the rows that a run trains on, see `load_all`; at most `most` of each data set."""
     limits = [limit for limit in (most, data.sample_limit) if limit is not None]
     loaded = load_all(training_sets(data), num_proc=data.num_proc, most=min(limits, default=None))
     _check_shared_columns(data, {e.data_set.name: e.names for e in loaded if e.data_set.shares_columns})
@@ -184,12 +168,7 @@ class OpenedStream:
 
 
 def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
-    """Open the rows that a run trains on as one stream, see `mix`.
-
-    Raises:
-        InputError: a data set cannot be read, or has a weight that a stream cannot keep, or none has a
-            column that the options map.
-    """
+    """Open the rows that a run trains on as one stream, see `mix`."""
     data_sets, sources, sharing = [], [], {}
     for data_set in training_sets(data):
         source = data_set.open()

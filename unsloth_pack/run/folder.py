@@ -145,12 +145,7 @@ def _why(name: str, value: object, options: TrainOptions) -> str:
 def check_folders(
     output: OutputOptions, sources: Sequence[str], merges_adapter: bool
 ) -> Iterator[InputError]:
-    """Refuse folders that cannot be written to, or hold files that the run would replace.
-
-    Args:
-        sources: the paths of the data.
-        merges_adapter: the run merges `init_adapter` into its base model first.
-    """
+    """Refuse folders that cannot be written to, or hold data or files that the run would replace."""
     folder = output.folder
     check_writable("output_dir", folder)
     for path in sources:

@@ -21,15 +21,7 @@ _ITS_PARTS = (
 
 
 def values_of_adapter(adapter: AdapterOptions, given: Mapping[str, object]) -> dict[str, Any]:
-    """The options, by name, that a run takes from the adapter that it begins with, if that is there.
-
-    Args:
-        given: options of the command line and of config files. `init_adapter_mistakes` refuses those that
-            differ.
-
-    Raises:
-        InputError: it is no adapter that can be loaded.
-    """
+    """The options, by name, that a run takes from the adapter that it begins with, if that is there."""
     folder, merges = adapter.init_adapter, adapter.merge_init_adapter
     if folder is None or not os.path.exists(folder):
         return {}
@@ -46,11 +38,7 @@ def values_of_adapter(adapter: AdapterOptions, given: Mapping[str, object]) -> d
 def init_adapter_mistakes(
     adapter: AdapterOptions, model_name: str, given: Mapping[str, Any]
 ) -> Iterator[InputError]:
-    """Refuse given options that differ from the adapter that the run begins with.
-
-    Args:
-        adapter, model_name: with the values of the adapter.
-    """
+    """Refuse given options that differ from the adapter that the run begins with."""
     folder, merges = adapter.init_adapter, adapter.merge_init_adapter
     if folder is None or not (Path(folder) / ADAPTER_CONFIG).is_file():
         return
@@ -89,11 +77,7 @@ def options_of_run(folder: Path) -> dict[str, Any]:
 
 
 def saved_config(folder: str) -> dict[str, Any]:
-    """The configuration of an adapter.
-
-    Raises:
-        InputError: the folder holds no adapter that can be loaded.
-    """
+    """The configuration of an adapter."""
     from unsloth_pack.checkpoints.loading import find_model
 
     path = Path(folder) / ADAPTER_CONFIG

@@ -9,11 +9,7 @@ _NOT_UPLOADED = ["checkpoint-*/*", ".*", "merged/*"]
 
 
 def check_hub(repository: str) -> None:
-    """Refuse to begin a run whose result could not be uploaded.
-
-    Raises:
-        InputError: the name is none, the process is offline, there is no token, or the hub cannot be reached.
-    """
+    """Refuse to begin a run whose result could not be uploaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 

@@ -45,16 +45,7 @@ def images_of_run(
     packs: Mapping[Path, PackManifest],
     is_stream: bool,
 ) -> ImagePreparation | None:
-    """How the images of all data sets are prepared; None where there are none.
-
-    Args:
-        model_name: of a model, or an adapter, which has the limits of pixels that it was trained with.
-        rows: of the data sets; the first ones of those that stream.
-        packs: the folders of packed rows.
-
-    Raises:
-        InputError: they cannot be prepared.
-    """
+    """How the images of all data sets, or of packs, are prepared; None where there are none."""
     images = preparation_of_packs(model_name, tokenizer, options, packs)
     if images is None or any(map(holds_images, rows)):
         settings = options if images is None else images.options
@@ -72,9 +63,6 @@ def saved_with_model(
     """The processor of a run on images, else the tokenizer, to save beside the model.
 
     A run on text that begins with an adapter keeps the processor of that adapter.
-
-    Raises:
-        InputError: the processor of the adapter cannot be loaded.
     """
     if images is None and init_adapter is not None and find_processor_folder(init_adapter) == init_adapter:
         config = load_config(find_model(init_adapter)[0])
@@ -87,9 +75,6 @@ def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -
     """Refuse packs whose images are files that the image folder does not hold as they were packed.
 
     Where broken images are skipped, files may be missing or changed.
-
-    Raises:
-        InputError: names the packs, the row of the data, the file and the remedy.
     """
     for table in scan(rows, [IMAGES], _BATCH):
         for image in _files_in(table):
@@ -116,15 +101,7 @@ def _files_in(table: Table) -> list[dict[str, Any]]:
 
 
 class StreamedImageRows:
-    """Makes documents of rows with images, see `data.streaming.StreamedImages`.
-
-    Args:
-        max_length: tokens of the longest document.
-        responses_only: only answers count in the loss.
-
-    Raises:
-        InputError: images are to be shrunk, and the model's cannot.
-    """
+    """Makes documents of rows with images, see `data.streaming.StreamedImages`."""
 
     def __init__(self, images: ImagePreparation, max_length: int, responses_only: bool):
         self.schema = image_document_schema()

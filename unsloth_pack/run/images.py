@@ -100,9 +100,6 @@ class ImagePreparation:
 
         Those that are too long are cut behind their last image. Where that is not short enough nothing is
         left of them, and the ledger counts them.
-
-        Raises:
-            InputError: a row cannot be trained on; images are to be shrunk, and the model's cannot.
         """
         encode = self.encoder(max_length, responses_only)
         settings = self._settings(max_length, responses_only)
@@ -191,14 +188,7 @@ class ImagePreparation:
 
 
 def refuse_image_tokens(rows: Dataset, token_ids: ImageTokenIds, what: str, remedy: str) -> None:
-    """Refuse tokens that stand for images in rows that have none.
-
-    Args:
-        what: one of the rows is.
-
-    Raises:
-        InputError: names the first such row and token.
-    """
+    """Refuse tokens that stand for images in rows that have none; names the first."""
     wanted, first = [*token_ids.of_images], 0
     for table in scan(rows, ["input_ids"], _BATCH):
         ids = table["input_ids"].combine_chunks()
@@ -270,14 +260,7 @@ def image_preparation(
 
 
 def refuse_images(model_name: str, rows: Iterable[Dataset], why: str) -> None:
-    """Refuse data with images where a subcommand of a model that takes some reads none.
-
-    Args:
-        why: it reads none, and what to do.
-
-    Raises:
-        InputError: a data set has images.
-    """
+    """Refuse data with images where a subcommand of a model that takes some reads none."""
     if takes_images(model_name) and any(map(holds_images, rows)):
         raise InputError(f"the data has images, {why}")
 
@@ -289,15 +272,7 @@ def preparation_of(
     options: ImageOptions,
     keep_bytes: bool = False,
 ) -> ImagePreparation:
-    """How the images of a model are prepared.
-
-    Args:
-        source: folder or name that holds the processor, see `find_processor_folder`.
-        config: of the base model.
-
-    Raises:
-        InputError: as `image_preparation`.
-    """
+    """How the images of a model are prepared, by the processor in the folder or of the name `source`."""
     tokens = get_image_tokens(config)
     image_processor = load_image_processor(
         source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
@@ -313,14 +288,7 @@ def preparation_of_packs(
     options: ImageOptions,
     packs: Mapping[Path, PackManifest],
 ) -> ImagePreparation | None:
-    """How the images of packs were prepared, by the folders of the packs; None where they have none.
-
-    Args:
-        model_name: as in `image_preparation`.
-
-    Raises:
-        InputError: the model takes no images, or other ones; an option asks for something else.
-    """
+    """How the images of packs were prepared, by the folders of the packs; None where they have none."""
     config, preparation = load_config(find_model(model_name)[0]), None
     for folder, manifest in packs.items():
         images = manifest.images

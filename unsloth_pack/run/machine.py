@@ -45,11 +45,7 @@ def is_main_process() -> bool:
 
 
 def check_launcher() -> None:
-    """Refuse variables that something else left in the environment: the run would save nothing, or hang.
-
-    Raises:
-        InputError: the rank is not below the number of processes, or the processes cannot find each other.
-    """
+    """Refuse variables that something else left in the environment: the run would save nothing, or hang."""
     processes, rank, own = count_processes(), _from_launcher("RANK", 0), _from_launcher("LOCAL_RANK", -1)
     if rank >= processes:
         raise InputError(
@@ -66,11 +62,7 @@ def check_launcher() -> None:
 
 
 def wait_for_all() -> None:
-    """Wait until no process has anything to refuse: the main one replaces files that the others read.
-
-    Raises:
-        RunStopped: another process has ended, with a line of its own.
-    """
+    """Wait until no process has anything to refuse: the main one replaces files that the others read."""
     from accelerate import PartialState
 
     try:

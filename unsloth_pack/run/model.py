@@ -71,11 +71,7 @@ def _load_merged_base(
 
 @contextmanager
 def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """An error inside this context, in any process, removes the base model that was merged for the run.
-
-    Raises:
-        RunStopped: another process has ended.
-    """
+    """An error inside this context, in any process, removes the base model that was merged for the run."""
     aside = folder / _ASIDE
     if is_main_process():
         remove_folder(aside)  # left by a process that was killed

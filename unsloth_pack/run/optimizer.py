@@ -58,11 +58,7 @@ def check_settings(training: TrainingOptions) -> Iterator[InputError]:
 
 
 def check_schedule(training: TrainingOptions) -> None:
-    """Refuse an unknown schedule, and settings that it does not take.
-
-    Raises:
-        InputError: has the reason that transformers gives.
-    """
+    """Refuse an unknown schedule, and settings that it does not take."""
     import torch
     from transformers import get_scheduler
 
@@ -104,11 +100,7 @@ def rates_of(training: TrainingOptions, images: ImageOptions) -> "LearningRates"
 
 
 def check_optimizer(arguments: "TrainingArguments") -> None:
-    """Refuse an optimizer that cannot be made here.
-
-    Raises:
-        InputError: it is not installed, or needs CUDA or arguments that no option gives.
-    """
+    """Refuse an optimizer that cannot be made here."""
     import torch
     from transformers import Trainer
     from transformers.training_args import OptimizerNames

@@ -189,11 +189,7 @@ def _demo_values(asked: TrainOptions) -> dict[str, Any]:
 
 
 def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOptions:
-    """Take from rows that are packed on disk how they are trained on, and how long they are.
-
-    Args:
-        requested: the values that were given, now or when the resumed run began, by name.
-    """
+    """Take from rows that are packed on disk how they are trained on, and how long they are."""
     if folder := packs_in(options.data.dataset):
         packs = read_manifest(folder)
         fixed = {"sample_packing": True, "padding_free": True}
@@ -213,11 +209,7 @@ def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOpt
 
 
 def packs_in(named: Named) -> Path | None:
-    """The folder of packed rows that an option names.
-
-    Raises:
-        InputError: something else is named beside it, or a part of it.
-    """
+    """The folder of packed rows that an option names."""
     folder = next(filter(None, map(find_packs, paths_of(named))), None)
     if folder is not None and not isinstance(named, str):
         raise InputError(

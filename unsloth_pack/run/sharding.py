@@ -72,11 +72,7 @@ def check_sharding_here(training: TrainingOptions) -> Iterator[InputError]:
 
 
 def zero_stage(training: TrainingOptions) -> int | None:
-    """The stage of ZeRO that `--deepspeed` sets; None without it.
-
-    Raises:
-        InputError: the settings cannot be read, or set no stage that shards.
-    """
+    """The stage of ZeRO that `--deepspeed` sets; None without it."""
     if training.deepspeed is None:
         return None
     zero = _settings("deepspeed", training.deepspeed).get("zero_optimization")
@@ -115,11 +111,7 @@ def _wrong_settings(value: str) -> Iterator[InputError]:
 
 
 def _settings(name: str, value: str) -> dict[str, Any]:
-    """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`.
-
-    Raises:
-        InputError: no such preset or file, or one that holds no settings.
-    """
+    """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`."""
     import yaml
 
     presets = _PRESETS[name]

@@ -49,11 +49,7 @@ _FROZEN = {"tower": "freeze_vit", "aligner": "freeze_aligner", "decoder": "freez
 
 
 def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[InputError]:
-    """Refuse names and patterns that the model does not have, before its weights are loaded.
-
-    Args:
-        source: folder or name of the base model.
-    """
+    """Refuse names and patterns that the model does not have, before its weights are loaded."""
     if not any(getattr(adapter, name) for name in _NAMED):
         return
     config = load_config(source)
@@ -76,11 +72,7 @@ def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[Inp
 
 
 def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[str, Any]:
-    """The arguments of `FastLanguageModel.get_peft_model`, but for checkpointing.
-
-    Args:
-        model: the base model, with or without weights.
-    """
+    """The arguments of `FastLanguageModel.get_peft_model`, but for checkpointing."""
     own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
     arguments = {name: value for name, value in flat(adapter).items() if name not in own}
     whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []
@@ -138,15 +130,7 @@ def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterat
 
 
 def with_parts(model: PreTrainedModel, arguments: dict[str, Any], images: ImageOptions) -> dict[str, Any]:
-    """Arguments of `get_peft_model` that put an adapter on the parts that are not frozen.
-
-    Args:
-        arguments: for the language model.
-
-    Raises:
-        InputError: the tower is to have an adapter beside all linear layers of a model with experts, or a
-            module is to train whole in a part that an option freezes.
-    """
+    """Arguments of `get_peft_model` that put an adapter on the parts that are not frozen."""
     _refuse_frozen(model, arguments["modules_to_save"] or (), images)
     whole = [] if images.freeze_aligner else [*list_aligner_modules(model)]
     saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
@@ -187,14 +171,7 @@ def _targets(model: PreTrainedModel, names: str | Collection[str] | None, images
 
 
 def freeze_parts(model: nn.Module, images: ImageOptions, begun_with: str | None = None) -> None:
-    """Freeze the parts that the options freeze in a model whose weights train already.
-
-    Args:
-        begun_with: the adapter that the run goes on with; each part that is not frozen has to train in it.
-
-    Raises:
-        InputError: a part that is to train does not, or nothing is left.
-    """
+    """Freeze parts of a model whose weights train already; `begun_with` has to train each of the others."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     parts = VisionParts.locate(base)
     trains = dict.fromkeys(_FROZEN, False)

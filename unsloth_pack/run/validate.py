@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 
 def validate(options: TrainOptions) -> None:
-    """Refuse all that needs no torch, whose import takes seconds.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+    """Refuse all that needs no torch, whose import takes seconds."""
     repository = options.output.push_to_hub
     raise_together(
         _mistakes_anywhere(options),
@@ -48,11 +44,7 @@ def validate(options: TrainOptions) -> None:
 
 
 def check_output(options: TrainOptions) -> None:
-    """Refuse folders that cannot be written to, or hold files that the run would replace.
-
-    Raises:
-        InputError: names the option, the folder and what it holds.
-    """
+    """Refuse folders that cannot be written to, or hold files that the run would replace."""
     raise_together(_wrong_folders(options))
 
 
@@ -62,14 +54,7 @@ def _wrong_folders(options: TrainOptions) -> Iterator[InputError]:
 
 
 def validate_model(options: TrainOptions) -> None:
-    """Refuse what cannot be on this machine or with this model, and load no weights or data.
-
-    Args:
-        options: `validate` has nothing to refuse.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+    """Refuse what cannot be on this machine or with this model, and load no weights or data."""
     raise_together(
         errors_of(check_schedule, options.training),
         errors_of(_check_tracker, options.output.report_to),
@@ -80,11 +65,7 @@ def validate_model(options: TrainOptions) -> None:
 
 
 def validate_file(options: TrainOptions) -> None:
-    """Refuse what cannot be on any machine, nor with a model in a folder.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+    """Refuse what cannot be on any machine, nor with a model in a folder."""
     name = options.model.model_name
     of_model: Iterator[InputError] = iter(())
     if name in BUNDLED_MODELS or os.path.isfile(os.path.join(name, MODEL_CONFIG)):
@@ -167,11 +148,7 @@ def _check_model(options: TrainOptions) -> Iterator[InputError]:
 
 
 def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
-    """Refuse modules, rows and a rank that a model does not have, and options of images where it takes none.
-
-    Args:
-        source: folder or name of the base model.
-    """
+    """Refuse modules, rows and a rank that a model does not have, and options of images where it takes none."""
     from unsloth_pack.checkpoints.loading import check_positions, load_config
     from unsloth_pack.run.trained import check_names_of_modules
 
@@ -187,11 +164,7 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
 
 
 def image_options_left_out(images: ImageOptions, why: str) -> Iterator[InputError]:
-    """Refuse options of images that differ from their defaults where a run has none.
-
-    Args:
-        why: it has none.
-    """
+    """Refuse options of images that differ from their defaults where a run has none, and `why`."""
     defaults = flat(ImageOptions())
     for name, value in images:
         if value != defaults[name]:
@@ -201,16 +174,7 @@ def image_options_left_out(images: ImageOptions, why: str) -> Iterator[InputErro
 def check_backend(
     attn_backend: str, config: "PretrainedConfig", dtype: "torch.dtype", device_type: str
 ) -> None:
-    """Refuse an attention backend that cannot run the model on this device.
-
-    Args:
-        attn_backend: as for `patch_model`.
-        config: of the text model, as transformers loads it.
-        dtype, device_type: of the weights.
-
-    Raises:
-        InputError: an unknown backend, an unsupported architecture, or `BackendUnavailable`.
-    """
+    """Refuse an attention backend that cannot run the text model of a configuration on this device."""
     from unsloth_pack.attention import AttentionOptions, choose_backend
     from unsloth_pack.attention.backends import requested_backend
     from unsloth_pack.attention.options import AttentionNeed
