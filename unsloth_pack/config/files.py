@@ -124,15 +124,16 @@ class _File(Source):
         return bases
 
     def _read_option(self, name: str, line: int, node: Node, section: str) -> None:
-        option = OPTIONS[_NAMES[name]]
+        own = _NAMES[name]
+        option = OPTIONS[own]
         if section not in ("", option.section):
             self.note(line, f"{name} belongs in {option.section}, not in {section}; move it there")
-        if option.name in self.values:
+        if own in self.values:
             self.note(line, f"{name} is there twice; keep one of them")
         is_one_set = list in option.types and isinstance(node, MappingNode)
-        value = [self._value(node, f"{option.name}.0")] if is_one_set else self._value(node, option.name)
-        self.places[option.name] = self._name, line
-        self.values[option.name] = mapping(value) if dict in option.types else value
+        value = [self._value(node, f"{own}.0")] if is_one_set else self._value(node, own)
+        self.places[own] = self._name, line
+        self.values[own] = mapping(value) if dict in option.types else value
 
     def _pairs(self, node: MappingNode) -> list[tuple[str, int, Node]]:
         """The names of a mapping, their lines and values; of equal names the last counts, as in PyYAML."""

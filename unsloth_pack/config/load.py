@@ -12,7 +12,6 @@ from unsloth_pack.config.parser import Parser, train_parser
 from unsloth_pack.config.values import mapping
 from unsloth_pack.errors import InputError, Mistakes
 
-_PATHS = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 _MAPPINGS = "|".join(name for name, option in OPTIONS.items() if dict in option.types)
 _PART = re.compile(rf"--(?:\w+\.)?({_MAPPINGS})\.([^=]+)(?:=(.*))?", re.DOTALL)
 _IN_SECTION = re.compile(rf"--({'|'.join(SECTIONS)})\.(\w+)")
@@ -82,7 +81,7 @@ def _is_in(section: str, name: str) -> bool:
 
 @contextmanager
 def telling_places(options: TrainOptions) -> Iterator[None]:
-    """Inside this context, put before each mistake the line of the config file that made it.
+    """Inside this context, put before each mistake the line of the config file of the option that it names.
 
     Raises:
         Mistakes: in place of an InputError about an option of a file.
@@ -90,33 +89,11 @@ def telling_places(options: TrainOptions) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        placed = [(_place_in(str(each).partition("; ")[0], options), str(each)) for each in error.errors]
+        named = [(names_in(str(each).partition("; ")[0]), str(each)) for each in error.errors]
+        placed = [(next(filter(None, map(options.place_of, names)), None), text) for names, text in named]
         if not any(place for place, _ in placed):
             raise
         raise _mistakes(placed) from error
-
-
-def _place_in(text: str, options: TrainOptions) -> Place | None:
-    """The file and line of the first option that a message names, or of a path that it names.
-
-    Of a mapping or a list, the line of the first part that the text names.
-    """
-    named = names_in(text)
-    for name in [*named, *_PATHS]:
-        value, words = options.given.get(name), {}
-        if isinstance(value, dict):
-            words = {f"{name}.{part}": part for part in value}
-        elif name in _PATHS:
-            sets = value if isinstance(value, list) else []
-            words = {name: str(value)} | {f"{name}.{n}": item["path"] for n, item in enumerate(sets)}
-        part = next((at for at, word in words.items() if _holds(text, word)), None)
-        if (part or name in named) and (place := options.place_of(part or name)):
-            return place
-    return None
-
-
-def _holds(text: str, word: str) -> bool:
-    return re.search(rf"(?<![\w./-]){re.escape(word)}(?![\w-])", text) is not None
 
 
 def _mistakes(placed: Sequence[tuple[Place | None, str]]) -> Mistakes:

@@ -17,7 +17,6 @@ from unsloth_pack.demo import BUNDLED_MODELS
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 ALIASES = {"packing": "sample_packing"}
-_BARE = {"fsdp": "full", "use_gradient_checkpointing": "true"}  # values of flags without one
 Place = tuple[str, int]  # a file and a line
 
 
@@ -324,21 +323,13 @@ class Option(NamedTuple):
     """An option, as flags and documents need it."""
 
     section: str
-    name: str
+    names: list[str]  # its own, and aliases
     unit: str
     help: str
     default: Any
     shown_default: str
     types: tuple[Any, ...]
-
-    @property
-    def names(self) -> list[str]:
-        return [self.name, *(alias for alias, name in ALIASES.items() if name == self.name)]
-
-    @property
-    def bare(self) -> str | None:
-        """The value of a flag without one."""
-        return "true" if bool in self.types else _BARE.get(self.name)
+    bare: str | None  # the value of a flag without one
 
     @property
     def takes_several(self) -> bool:
@@ -363,7 +354,9 @@ def _option(section: str, name: str, field: FieldInfo) -> Option:
     words = ["true", "false"] * (bool in types) + [word for word in types if isinstance(word, str)]
     default = "" if field.default is None else f"{field.default:g}" if float in types else str(field.default)
     shown = unset or (default.lower() if bool in types else default)
-    return Option(section, name, unit or "|".join(words), help, field.default, shown, tuple(types))
+    names = [name, *(alias for alias, its_name in ALIASES.items() if its_name == name)]
+    bare = "true" if bool in types else "full" if name == "fsdp" else None
+    return Option(section, names, unit or "|".join(words), help, field.default, shown, tuple(types), bare)
 
 
 SECTIONS: dict[str, type[Section]] = {n: type(each) for n, each in TrainOptions()}
@@ -399,9 +392,6 @@ def changed(options: TrainOptions, values: Mapping[str, object]) -> TrainOptions
 def validated(values: Mapping[str, object]) -> tuple[TrainOptions, list[tuple[str, str]]]:
     """Make options of those values that are right; returns the place and the text of each mistake too."""
     given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        if isinstance(value, dict) and name != "columns":  # of which null leaves out a column of the data
-            given[name] = {part: each for part, each in value.items() if each is not None}
     try:
         options = TrainOptions.model_validate(nested(given))
     except ValidationError as error:

@@ -60,6 +60,10 @@ def mapping(value: object) -> object:
     return {name.strip(): text.strip() for name, _, text in pairs} if all(p[1] for p in pairs) else value
 
 
+def _without_null(value: object) -> object:
+    return {n: each for n, each in value.items() if each is not None} if isinstance(value, Mapping) else value
+
+
 def _plain(value: object) -> object:
     """The number, true, false or null that a text spells; any other text as it is."""
     if not isinstance(value, str):
@@ -97,8 +101,8 @@ _Single = Annotated[str | bool | int | float | None, BeforeValidator(_plain)]
 Names = Annotated[_Names, BeforeValidator(_listed)]
 Patterns = Annotated[list[_Pattern], Field(min_length=1), BeforeValidator(_patterns)]
 Numbers = Annotated[list[CountFrom0], Field(min_length=1), BeforeValidator(_listed)]
-Settings = Annotated[dict[str, _Single], BeforeValidator(mapping)]
-Rates = Annotated[dict[_Pattern, Positive], BeforeValidator(mapping)]
+Settings = Annotated[dict[str, _Single], BeforeValidator(_without_null), BeforeValidator(mapping)]
+Rates = Annotated[dict[_Pattern, Positive], BeforeValidator(_without_null), BeforeValidator(mapping)]
 Split = Annotated[str, StringConstraints(pattern=r"\S")]
 
 
@@ -134,15 +138,10 @@ def _data_sets(value: object) -> object:
     """A single path as it is, anything else as a list of objects."""
     if isinstance(value, str):
         value = _json(value) if value.lstrip().startswith(("[", "{")) else value.split(",")
-    sets = [_data_set(each) for each in (value if isinstance(value, list) else [value])]
-    is_path = len(sets) == 1 and isinstance(sets[0], dict) and sets[0].keys() == {"path"}
-    return sets[0]["path"] if is_path and "," not in str(sets[0]["path"]) else sets
-
-
-def _data_set(item: object) -> Any:
-    if isinstance(item, Mapping):
-        return {key: each for key, each in item.items() if each is not None}
-    return {"path": item.strip()} if isinstance(item, str) else item
+    items = value if isinstance(value, list) else [value]
+    sets = [{"path": each.strip()} if isinstance(each, str) else _without_null(each) for each in items]
+    first: Any = sets[0] if len(sets) == 1 and isinstance(sets[0], dict) else {}
+    return first["path"] if first.keys() == {"path"} and "," not in str(first["path"]) else sets
 
 
 _TEXT_OR_LIST = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
@@ -157,7 +156,7 @@ Recompute = Annotated[Literal[True, False, "offload", "unsloth", "auto"], Before
 
 
 def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the place of each mistake (`dataset.1.weight`), and its text; `name` is that of a single value."""
+    """Yield the place of each mistake (`dataset.1.weight`), and its text; `name` is that of a lone value."""
     remedies = {"missing": "give it", "extra_forbidden": "leave it out"}
     for each in error.errors(include_url=False):
         at = [part for part in each["loc"] if part not in ("[text]", "[list]", "[key]")]

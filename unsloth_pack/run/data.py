@@ -32,14 +32,17 @@ from unsloth_pack.run.documents import (
     mixed_documents,
     open_training_data,
 )
-from unsloth_pack.run.image_rows import (
+from unsloth_pack.run.images import (
+    ImagePreparation,
     StreamedImageRows,
     check_files_of_packs,
     check_of_text,
+    image_ids_of,
     images_of_run,
+    refuse_image_tokens,
     saved_with_model,
+    takes_images,
 )
-from unsloth_pack.run.images import ImagePreparation, image_ids_of, refuse_image_tokens, takes_images
 from unsloth_pack.run.resolve import Named, evaluation_sets
 from unsloth_pack.training.streaming import RowStream
 from unsloth_pack.training.trl_setup import rows_of_an_update, training_template

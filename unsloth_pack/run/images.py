@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
+from pyarrow import Table
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unsloth_pack.chat_templates.answers import find_relabel
@@ -19,7 +20,7 @@ from unsloth_pack.config.options import ImageOptions
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.token_counts import TokenLedger
-from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
+from unsloth_pack.data.tokenize import Documents, SpanMaker, key_of_tokenizer, made_by
 from unsloth_pack.errors import InputError, written
 from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.images.families import make_image_family
@@ -27,7 +28,9 @@ from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.prepared import (
     ImageDocumentMaker,
     holds_images,
+    image_document_schema,
     refuse_unmapped,
+    source_from_record,
     unused_columns,
     without_images,
 )
@@ -37,11 +40,13 @@ from unsloth_pack.images.processor import (
     find_processor_folder,
     load_image_processor,
 )
+from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
 from unsloth_pack.packing import PackedImages, PackManifest
 from unsloth_pack.training.image_rows import ImageRowCollator
 
-_BATCH = 1000  # documents whose tokens are looked at at a time
+_BATCH = 1000  # documents whose tokens or images are looked at at a time
+_OF_A_FILE = ("path", "size", "mtime_ns", "sha256", "row", "column")
 
 
 @dataclass(frozen=True)
@@ -314,3 +319,96 @@ def preparation_of_packs(
                 f"{manifest.model_name or 'another model'}; pack the data anew"
             )
     return preparation
+
+
+def images_of_run(
+    model_name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ImageOptions,
+    rows: Sequence[Dataset],
+    packs: Mapping[Path, PackManifest],
+    is_stream: bool,
+) -> ImagePreparation | None:
+    """How the images of all data sets, or of packs, are prepared; None where there are none."""
+    images = preparation_of_packs(model_name, tokenizer, options, packs)
+    if images is None or any(map(holds_images, rows)):
+        settings = options if images is None else images.options
+        is_said = is_stream and options.image_folder is not None
+        images = image_preparation(model_name, tokenizer, settings, rows, are_expected=is_said)
+    return images
+
+
+def saved_with_model(
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImagePreparation | None,
+    options: ImageOptions,
+    init_adapter: str | None,
+) -> PreTrainedTokenizerBase | VisionProcessor:
+    """The processor of a run on images, else the tokenizer, to save beside the model.
+
+    A run on text that begins with an adapter keeps the processor of that adapter.
+    """
+    if images is None and init_adapter is not None and find_processor_folder(init_adapter) == init_adapter:
+        config = load_config(find_model(init_adapter)[0])
+        if config.model_type in IMAGE_TOKENS:
+            images = preparation_of(init_adapter, config, tokenizer, options)
+    return tokenizer if images is None else images.processor
+
+
+def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -> None:
+    """Refuse packs whose images are files that the image folder does not hold as they were packed.
+
+    Where broken images are skipped, files may be missing or changed.
+    """
+    for table in scan(rows, [IMAGES], _BATCH):
+        for image in _files_in(table):
+            try:
+                source_from_record(image, images.folder)
+            except InputError as error:
+                if not (isinstance(error, UnreadableImage) and images.options.skip_broken_images):
+                    raise InputError(f"{packs}: {error}") from None
+
+
+def _files_in(table: Table) -> list[dict[str, Any]]:
+    """The images of rows that are files, each file once."""
+    files: dict[str, dict[str, Any]] = {}
+    for chunk in table[IMAGES].chunks:
+        images = chunk.flatten()
+        images = images.filter(images.field("path").is_valid())
+        columns = (images.field(name).to_pylist() for name in _OF_A_FILE)
+        for values in zip(*columns, strict=True):
+            files[values[0]] = {"bytes": None, **dict(zip(_OF_A_FILE, values, strict=True))}
+    return [*files.values()]
+
+
+# Rows with images in a stream, and rows of text for a model that takes images.
+
+
+class StreamedImageRows:
+    """Makes documents of rows with images, see `data.streaming.StreamedImages`."""
+
+    def __init__(self, images: ImagePreparation, max_length: int, responses_only: bool):
+        self.schema = image_document_schema()
+        self._images, self._max_length = images, max_length
+        self._encode = images.encoder(max_length, responses_only)
+
+    def are_in(self, rows: Dataset) -> bool:
+        return holds_images(rows)
+
+    def maker(self, rows: Dataset, numbers: range) -> SpanMaker:
+        return ImageDocumentMaker(rows, self._encode, self._max_length, self._images.folder, numbers=numbers)
+
+    def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
+        return self._images.unused_columns(rows)
+
+    def beside(self, table: Table) -> Table:
+        return without_images(Dataset(table)).data.table.cast(self.schema)
+
+
+def check_of_text(token_ids: ImageTokenIds) -> Callable[[Table, str], None]:
+    """Make a check that refuses documents of text that hold tokens of images."""
+
+    def check(table: Table, what: str) -> None:
+        refuse_image_tokens(Dataset(table), token_ids, what, "take it out of the text")
+
+    return check

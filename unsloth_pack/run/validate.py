@@ -148,7 +148,7 @@ def _check_model(options: TrainOptions) -> Iterator[InputError]:
 
 
 def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
-    """Refuse modules, rows and a rank that a model does not have, and options of images where it takes none."""
+    """Refuse modules, rows and a rank that a model does not have, and options of images it does not take."""
     from unsloth_pack.checkpoints.loading import check_positions, load_config
     from unsloth_pack.run.trained import check_names_of_modules
 
