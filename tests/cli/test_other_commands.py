@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_the_model(model, capsys):
     for flags in (["--prompt", "a" * 300], ["--prompt", "a", "--max_new_tokens", "300"]):
         assert main(["generate", "--model_name", model, *flags]) == 2
         said = capsys.readouterr().err
-        assert "but the model has 256 positions; lower it" in said
+        assert "but the model has 256 positions; shorten it" in said
 
 
 def test_merge_keeps_what_is_there(finished, tmp_path, capsys):

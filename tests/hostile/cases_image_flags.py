@@ -13,7 +13,7 @@ FLAGS = [
     Case("too few pixels", "max_pixels is '-1'; it should be greater", train(max_pixels="-1")),
     Case("no switch", "freeze_vit is '7'; it should be a valid boolean", train(freeze_vit="7")),
     Case("a text model sees", "freeze_vit is false, and model takes no images", train(freeze_vit=False)),
-    Case("paths of images that are not there", "image_paths is true, and the data has no images", [
+    Case("paths of images that are not there", "image_paths is true, and no image of the data is a file", [
         "pack", "--model_name=model", "--dataset=few.jsonl", "--max_seq_length=144", "--out=new",
         "--image_paths",
     ]),

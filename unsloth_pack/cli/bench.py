@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.run.data_flags import add_data_flags, check_sources, data_options
+from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 from unsloth_pack.run.machine import device_name, device_type, versions
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from rich.console import Console
 
     from unsloth_pack.bench.measure import Case, Figures
 
-_MOST_DOCUMENTS = 20_000  # tokenised; a short run sees fewer
+_MOST_DOCUMENTS = 20_000  # of a data set; a short run sees fewer
 _MOST_PADDED = 16  # documents of a padded batch
 _PROFILED = 3  # steps
 _SPREAD = 1.25  # between the rounds of a run, by which its steps differ where nothing else runs
-_SEED = 3407
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,7 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
         load_config,
         weight_dtype,
     )
+    from unsloth_pack.data import check_token_ids
     from unsloth_pack.models import arch_spec_for
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.validate import check_backend
@@ -119,7 +118,10 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     in_4bit, in_fp8 = flags.get("load_in_4bit", False), flags.get("load_in_fp8", False)
     check_loading(length, in_4bit, False, in_fp8)
     check_positions(length, name, config)
-    documents = _documents(flags, base, length, config.vocab_size)
+    why = "and bench measures rows of text; give data without"
+    mixture, _, _ = read_documents(flags, base, length, most=_MOST_DOCUMENTS, why_no_images=why)
+    documents = mixture.train.rows
+    check_token_ids(documents, config.vocab_size)
     packed = pack_dataset(documents, length)
     documents.save_to_disk(folder / "documents")
     packed.save_to_disk(folder / "packed")
@@ -141,26 +143,6 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     batch = min(_MOST_PADDED, max(1, round(rows * len(documents) / len(packed))))
     padded = replace(first, rows=str(folder / "documents"), is_packed=False, rows_per_step=batch)
     return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
-
-
-def _documents(flags: Mapping[str, object], base: str, length: int, vocab_size: int) -> "Dataset":
-    from unsloth_pack.data import check_token_ids
-    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.images import refuse_images
-
-    data = data_options(flags)
-    sets = [
-        replace(each, rows=each.rows.shuffle(seed=_SEED).select(range(_MOST_DOCUMENTS)))
-        if len(each.rows) > _MOST_DOCUMENTS
-        else each
-        for each in load_training_data(data)
-    ]
-    refuse_images(base, [each.rows for each in sets], "and bench measures rows of text; give data without")
-    mixture = mixed_documents(
-        sets, load_tokenizer(base), length, how=data.mixture, seed=_SEED, most=data.sample_limit
-    )
-    check_token_ids(mixture.train.rows, vocab_size)
-    return mixture.train.rows
 
 
 def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") -> list[Run]:

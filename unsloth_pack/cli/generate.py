@@ -144,7 +144,8 @@ def _answer(
         n_tokens = inputs["input_ids"].shape[1]
         if n_tokens + new_tokens > n_positions:
             asked = f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}"
-            raise InputError(f"{asked}, but the model has {n_positions} positions; lower it")
+            remedy = "shorten it, or lower --max_new_tokens"
+            raise InputError(f"{asked}, but the model has {n_positions} positions; {remedy}")
         model.generate(
             **inputs,
             **sampling,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from unsloth_pack.config import Parser
-from unsloth_pack.config.options import TrainingOptions
 from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.planner import STRATEGIES
@@ -14,8 +13,8 @@ from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
     check_sources,
-    data_options,
     image_options,
+    read_documents,
 )
 from unsloth_pack.run.machine import check_new_folder
 
@@ -34,8 +33,6 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.terminal import LastingConsole, print_packs
-    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.images import image_preparation
 
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)
@@ -43,23 +40,8 @@ def run(arguments: Sequence[str]) -> int:
     base, adapter = find_model(model_name)
     check_positions(capacity, model_name, load_config(base).get_text_config())
     only_responses = flags.get("train_on_responses_only", False)
-    data, settings = data_options(flags), image_options(flags)
-    rows = load_training_data(data)
-    tokenizer = load_tokenizer(model_name)
-    sets = [each.rows for each in rows]
-    images = image_preparation(model_name, tokenizer, settings, sets, keep_bytes=not wants_paths)
-    if images is None and wants_paths:
-        raise InputError("image_paths is true, and the data has no images; leave out --image_paths")
-    mixture = mixed_documents(
-        rows,
-        tokenizer,
-        capacity,
-        only_responses,
-        data.num_proc,
-        how=data.mixture,
-        seed=flags.get("seed", TrainingOptions().seed),
-        most=data.sample_limit,
-        images=images,
+    mixture, images, tokenizer = read_documents(
+        flags, model_name, capacity, only_responses, keep_bytes=not wants_paths
     )
     documents = mixture.train
     if wants_paths and not documents.has_files:
@@ -78,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     if as_json:
         LastingConsole().show_json({**manifest.values(), "data_sets": [*map(asdict, mixture.parts)]})
     else:
-        folder = settings.image_folder if wants_paths else None
+        folder = image_options(flags).image_folder if wants_paths else None
         print_packs(LastingConsole(), manifest, str(out), mixture.parts, folder, adapter is not None)
     return 0
 

@@ -1,23 +1,15 @@
 """`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
 
 from unsloth_pack.config import Parser
-from unsloth_pack.config.options import TrainingOptions
 from unsloth_pack.config.values import Count, FilePath
-from unsloth_pack.errors import InputError
-from unsloth_pack.run.data_flags import (
-    add_data_flags,
-    add_image_flags,
-    check_sources,
-    data_options,
-    image_options,
-)
+from unsloth_pack.run.data_flags import add_data_flags, add_image_flags, check_sources, read_documents
 from unsloth_pack.run.machine import check_picture
 
 if TYPE_CHECKING:
@@ -44,7 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.report.terminal import LastingConsole, row_lengths
 
     quieten(show_bars=not flags.get("json"))
-    mixture, images = _mixture(flags)
+    mixture, prepared, _ = read_documents(flags, flags.get("model_name", "demo"), _UNCUT)
+    images = None if prepared is None else prepared.counts(mixture.train)
     patch, merge = flags.get("vision_patch", 16), flags.get("vision_merge", 2)
     of_images = (vision_tokens(height, width, patch, merge) for height, width in flags.get("image_sizes", []))
     lengths = row_lengths(mixture.train.rows) + sum(of_images)
@@ -108,29 +101,6 @@ def _sizes(text: str) -> list[list[str]]:
     if any(len(size) != 2 for size in sizes):
         raise ValueError("heights and widths in pixels, such as 1024x768,512x512")
     return sizes
-
-
-def _mixture(flags: Mapping[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
-    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.images import image_preparation
-
-    data, settings, model_name = data_options(flags), image_options(flags), flags.get("model_name", "demo")
-    rows = load_training_data(data)
-    tokenizer = load_tokenizer(model_name)
-    if getattr(tokenizer, "eos_token_id", None) is None:
-        raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    images = image_preparation(model_name, tokenizer, settings, [each.rows for each in rows])
-    mixture = mixed_documents(
-        rows,
-        tokenizer,
-        _UNCUT,
-        num_proc=data.num_proc,
-        how=data.mixture,
-        seed=flags.get("seed", TrainingOptions().seed),
-        most=data.sample_limit,
-        images=images,
-    )
-    return mixture, None if images is None else images.counts(mixture.train)
 
 
 def _print(

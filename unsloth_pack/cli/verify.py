@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.config import Parser
-from unsloth_pack.run.data_flags import add_data_flags, check_sources, data_options
+from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from rich.table import Table
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from unsloth_pack.verification import VerifyReport
 
@@ -40,8 +40,8 @@ def run(arguments: Sequence[str]) -> int:
     seed = flags.get("seed", 3407)
     config = load_config(find_model(flags.get("model_name", "demo"))[0]).get_text_config()
     room = flags.get("max_seq_length") or min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
-    model, tokenizer = _load_model(flags, room, seed)
-    documents = _documents(flags, tokenizer, room) if "dataset" in flags else None
+    model = _load_model(flags, room, seed)
+    documents = _documents(flags, room) if "dataset" in flags else None
     with Console(stderr=True).status("verifying") as status:
         report = verify(
             model,
@@ -81,9 +81,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _load_model(
-    flags: Mapping[str, Any], room: int, seed: int
-) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+def _load_model(flags: Mapping[str, Any], room: int, seed: int) -> "PreTrainedModel | PeftModel":
     """Load the model as it would train: with the adapter that it names, else with a random one."""
     import torch
     from peft import PeftModel
@@ -93,30 +91,25 @@ def _load_model(
 
     names = ("model_name", "attn_backend", *_LOADING)
     loading = {name: flags[name] for name in names if name in flags}
-    model, tokenizer = FastLanguageModel.from_pretrained(**loading, max_seq_length=room, random_state=seed)
+    model, _ = FastLanguageModel.from_pretrained(**loading, max_seq_length=room, random_state=seed)
     checkpointing = flags.get("use_gradient_checkpointing", False)
     if isinstance(model, PeftModel):
         enable_checkpointing(model, checkpointing)
-        return model, tokenizer
+        return model
     model = FastLanguageModel.get_peft_model(
         model, use_gradient_checkpointing=checkpointing, random_state=seed
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # it is 0 in a new adapter, so that A would have no effect
             torch.nn.init.normal_(parameter, std=0.02)
-    return model, tokenizer
+    return model
 
 
-def _documents(flags: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", room: int) -> list[list[int]]:
+def _documents(flags: Mapping[str, Any], room: int) -> list[list[int]]:
     """Read the first documents of a data set that fit into the row, each cut to half of it."""
-    from unsloth_pack.run.documents import load_training_data, mixed_documents
-    from unsloth_pack.run.images import refuse_images
-
-    data = data_options(flags)
-    rows = load_training_data(data, _MOST_DOCUMENTS)
     why = "and those that are checked are random ones; leave out --dataset"
-    refuse_images(flags.get("model_name", "demo"), [each.rows for each in rows], why)
-    mixture = mixed_documents(rows, tokenizer, max(1, room // 2), how=data.mixture, most=data.sample_limit)
+    name, half = flags.get("model_name", "demo"), max(1, room // 2)
+    mixture, _, _ = read_documents(flags, name, half, most=_MOST_DOCUMENTS, why_no_images=why)
     documents: list[list[int]] = []
     for ids in mixture.train.rows["input_ids"]:
         if sum(map(len, documents)) + len(ids) <= room:

@@ -1,13 +1,20 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import Parser, TrainOptions, changed
-from unsloth_pack.config.options import DataOptions, ImageOptions
+from unsloth_pack.config.options import DataOptions, ImageOptions, TrainingOptions
 from unsloth_pack.errors import errors_of, raise_together
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.resolve import training_sets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from unsloth_pack.data.mixture import Mixture
+    from unsloth_pack.run.images import ImagePreparation
 
 _OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
 _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
@@ -46,3 +53,46 @@ def check_sources(given: Mapping[str, object]) -> None:
     model = errors_of(check_model_there, given.get("model_name", "demo"))
     sets = training_sets(data_options(given)) if "dataset" in given else []
     raise_together(model, *(errors_of(each.check_there) for each in sets))
+
+
+def read_documents(
+    given: Mapping[str, Any],
+    model_name: str,
+    max_length: int,
+    train_on_responses_only: bool | None = None,
+    *,
+    most: int | None = None,
+    why_no_images: str = "",
+    keep_bytes: bool = True,
+) -> "tuple[Mixture, ImagePreparation | None, PreTrainedTokenizerBase]":
+    """Tokenise the data that the flags name; return it, how images are prepared, and the tokenizer.
+
+    Args:
+        most: rows of each data set at most.
+        why_no_images: why the command refuses images, and what to do; empty where it reads them.
+
+    Raises:
+        InputError: a data set cannot be read or trained on, or an option of images has no effect.
+    """
+    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.run.images import image_preparation, refuse_images
+
+    data, settings, images = data_options(given), image_options(given), None
+    sets, tokenizer = load_training_data(data, most), load_tokenizer(model_name)
+    rows = [each.rows for each in sets]
+    if why_no_images:
+        refuse_images(model_name, rows, why_no_images)
+    else:
+        images = image_preparation(model_name, tokenizer, settings, rows, keep_bytes=keep_bytes)
+    mixture = mixed_documents(
+        sets,
+        tokenizer,
+        max_length,
+        train_on_responses_only,
+        data.num_proc,
+        how=data.mixture,
+        seed=given.get("seed", TrainingOptions().seed),
+        most=data.sample_limit,
+        images=images,
+    )
+    return mixture, images, tokenizer
