@@ -27,16 +27,14 @@ from transformers import (
 
 from unsloth_pack import VisionDataCollator, patch_model
 from unsloth_pack.demo import VISION_MODEL_DIR
-from unsloth_pack.demo.evaluate_pictures import exact_match
+from unsloth_pack.demo.evaluate import exact_match_of_pictures
 from unsloth_pack.demo.pictures import (
-    CAPTION,
     CELL,
     MOST_CELLS,
     Row,
     Scene,
     Shape,
     Turn,
-    caption_row,
     heldout_scenes,
     picture_row,
     scenes,
@@ -73,8 +71,27 @@ CHAT_TEMPLATE = """\
 
 # How often each task is drawn, and the chance of a further one about the same picture. An answer may then
 # follow others, so that it is not learned as what stands at one place of a text.
+CAPTION = "Name the shapes."
 SHARES = {"caption": 3, "words": 0.5, "where": 1, "list": 2}
 FURTHER = 0.5
+
+
+def caption(scene: Scene) -> str:
+    """The shapes in words: "small red circle top left, large blue square middle right"."""
+
+    def word(words: tuple[str, str, str], place: int, count: int) -> str:
+        return words[0] if place == 0 else words[2] if place == count - 1 else words[1]
+
+    return ", ".join(
+        f"{shape.size} {shape.name} {word(('top', 'middle', 'bottom'), shape.row, scene.rows)} "
+        f"{word(('left', 'center', 'right'), shape.column, scene.columns)}"
+        for shape in scene.shapes
+    )
+
+
+def caption_row(scene: Scene) -> Row:
+    """A row of the base model's task."""
+    return picture_row(scene, turns(CAPTION, caption(scene)))
 
 
 def turns_of(task: str, scene: Scene, rng: Random) -> list[Turn]:
@@ -82,7 +99,7 @@ def turns_of(task: str, scene: Scene, rng: Random) -> list[Turn]:
     boxes = [f"{shape.name} {_box(scene, shape)}" for shape in scene.shapes]
     match task:
         case "caption":
-            return turns(CAPTION, scene.caption())
+            return turns(CAPTION, caption(scene))
         case "list":
             return turns("Where are the shapes?", "; ".join(boxes))
         case "words":
@@ -91,7 +108,7 @@ def turns_of(task: str, scene: Scene, rng: Random) -> list[Turn]:
     alone = [shape for shape in scene.shapes if names.count(shape.name) == 1]
     rng.shuffle(alone)
     asked = [turns(f"Where is the {shape.name}?", _box(scene, shape)) for shape in alone]
-    return [turn for each in asked for turn in each] or turns(CAPTION, scene.caption())
+    return [turn for each in asked for turn in each] or turns(CAPTION, caption(scene))
 
 
 def _box(scene: Scene, shape: Shape) -> str:
@@ -233,7 +250,7 @@ def train(
             losses.clear()
             print(f"step {step:5d}  loss {mean:.4f}  {time.perf_counter() - started:.0f} s", flush=True)
         if step % 500 == 0 or step == steps:
-            print(f"exact match {exact_match(model, processor, heldout).score:.3f}", flush=True)
+            print(f"exact match {exact_match_of_pictures(model, processor, heldout).score:.3f}", flush=True)
     patch.undo()
 
 
@@ -253,7 +270,7 @@ def main() -> None:
     train(model, processor, base_rows(seed=7), heldout, args.steps, args.batch)
 
     model = model.to(torch.bfloat16)
-    result = exact_match(model, processor, heldout)
+    result = exact_match_of_pictures(model, processor, heldout)
     for miss in [generation for generation in result.generations if generation.answer != generation.expected][
         :5
     ]:

@@ -48,11 +48,12 @@ from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 from unsloth_pack.unsloth_arguments import (
+    LOADING,
     push_to_hub_merged,
     refuse_gguf,
     save_pretrained_merged,
+    take,
     take_adapter_arguments,
-    take_loading_arguments,
     take_trained_ends,
 )
 
@@ -123,7 +124,7 @@ class FastLanguageModel:
         dtype = weight_dtype(dtype, full_finetuning)
         source, adapter = find_model(model_name)
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
-        take_loading_arguments(hf_kwargs)
+        take(LOADING, hf_kwargs, "from_pretrained", is_all=False)
         hub |= take_file_options(hf_kwargs)
         unpad = hf_kwargs.pop("unpad", True)
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
@@ -293,10 +294,7 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Let torch reserve GPU memory in growing segments, so that rows of changing lengths leave fewer gaps.
-
-    Does nothing if the process has reserved memory already, or the environment configures the allocator.
-    """
+    """Let torch reserve GPU memory in segments that grow, unless it has begun or the user configures it."""
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
         with warnings.catch_warnings():  # torch deprecates it for another private function

@@ -6,7 +6,7 @@ import numbers
 import re
 import reprlib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -24,7 +24,7 @@ class InputError(ValueError):
     @property
     def errors(self) -> tuple["InputError", ...]:
         """The mistakes that this error reports."""
-        return (self,)
+        return getattr(self, "_errors", (self,))
 
 
 class Mistakes(InputError):
@@ -37,10 +37,6 @@ class Mistakes(InputError):
     def __init__(self, errors: Iterable[InputError]):
         self._errors = tuple(errors)
         super().__init__("\n".join(map(str, self._errors)))
-
-    @property
-    def errors(self) -> tuple[InputError, ...]:
-        return self._errors
 
 
 def errors_of(check: Callable[..., object], *arguments: object, **options: object) -> tuple[InputError, ...]:
@@ -58,15 +54,16 @@ def raise_together(*checks: Iterable[InputError]) -> None:
     Raises:
         InputError: one mistake as it is, several as `Mistakes`, none of them twice.
     """
-    found: dict[str, InputError] = {}
-    for check in checks:
-        try:
-            for error in check:
-                found |= {str(each): each for each in error.errors}
-        except InputError as error:
-            found |= {str(each): each for each in error.errors}
-    if found:
-        raise Mistakes(found.values()) if len(found) > 1 else next(iter(found.values()))
+    mistakes = {str(each): each for check in checks for error in _yielded(check) for each in error.errors}
+    if mistakes:
+        raise Mistakes(mistakes.values()) if len(mistakes) > 1 else next(iter(mistakes.values()))
+
+
+def _yielded(check: Iterable[InputError]) -> Iterator[InputError]:
+    try:
+        yield from check
+    except InputError as error:
+        yield error
 
 
 class UnsupportedArchitecture(InputError):
@@ -119,11 +116,7 @@ def written(value: object) -> str:
 
 
 def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:
-    """Refuse a value that is not a whole number from `least` to `most`.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Raise InputError unless a value is a whole number from `least` to `most`."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:
         end = f"from {least} to {most}" if is_whole and value > most else f"of at least {least}"
@@ -131,13 +124,8 @@ def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> N
 
 
 def require_real(name: str, value: Any, least: float, below: float) -> None:
-    """Refuse a value that is not a number of at least `least` and below `below`.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Raise InputError unless a value is a number of at least `least` and below `below`."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_real and least <= value < below):
-        raise InputError(
-            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}"
-        )
+        wanted = f"a number of at least {least:g} and below {below:g}"
+        raise InputError(f"{name} is {reprlib.repr(value)}; give {wanted}")

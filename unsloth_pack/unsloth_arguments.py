@@ -36,7 +36,7 @@ _REMEDIES = {
     "num_proc": "give dataloader_num_workers to the trainer",
     "completion_only_loss": "write the rows as messages, in which all turns count",
 }
-_LOADING: Arguments = {
+LOADING: Arguments = {
     **dict.fromkeys(("gpu_memory_utilization", "max_lora_rank"), ()),
     **dict.fromkeys(("fast_inference", "float8_kv_cache", "unsloth_vllm_standby"), _OFF),
     **dict.fromkeys(("offload_embedding", "float32_mixed_precision"), _OFF),
@@ -56,7 +56,7 @@ _SAVING: Arguments = {
     "max_shard_size": ("5GB", None),  # no file is larger
 }
 _ADAPTING: Arguments = {"qat_scheme": _UNSET, "temporary_location": None}
-_COLLATING: Arguments = {
+COLLATING: Arguments = {
     **dict.fromkeys(("resize", "num_proc", "pad_to_multiple_of"), _UNSET),
     **dict.fromkeys(("snap_to_patch_size", "last_response_only"), _OFF),
     "resize_dimension": (None, 0),
@@ -70,31 +70,19 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 logger = logging.getLogger("unsloth_pack")
 
 
-def _take(known: Arguments, arguments: dict[str, object], taker: str) -> None:
-    """Remove known arguments; InputError if one asks for something that is not supported."""
+def take(known: Arguments, arguments: dict[str, object], taker: str, is_all: bool = True) -> None:
+    """Remove Unsloth's own arguments, and refuse others, unless they may be somebody else's.
+
+    Raises:
+        InputError: one asks for something that is not supported, or is unknown.
+    """
     for name in known.keys() & arguments.keys():
         accepted, value = known[name], arguments.pop(name)
         if accepted is not None and (type(value), value) not in [(type(one), one) for one in accepted]:
             remedy = _REMEDIES.get(name, "leave it out")
             raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
-
-
-def take_loading_arguments(arguments: dict[str, object]) -> None:
-    """Take Unsloth's own arguments out of those of `from_pretrained`, or raise InputError."""
-    _take(_LOADING, arguments, "from_pretrained")
-
-
-def take_collator_arguments(arguments: dict[str, object]) -> None:
-    """Accept Unsloth's own arguments of the vision collator, or raise InputError."""
-    _take(_COLLATING, arguments, "VisionDataCollator")
-    for name, value in arguments.items():
-        raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
-
-
-def _take_saving_arguments(arguments: dict[str, object], method: str) -> None:
-    _take(_SAVING, arguments, method)
-    if arguments:
-        raise InputError(f"{method} does not take {', '.join(sorted(arguments))}; leave it out")
+    if arguments and is_all:
+        raise InputError(f"{taker} does not take {', '.join(sorted(arguments))}; leave it out")
 
 
 def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: dict[str, object]) -> Any:
@@ -102,7 +90,7 @@ def take_adapter_arguments(model: PreTrainedModel, targets: object, arguments: d
 
     `finetune_attention_modules` and `finetune_mlp_modules` choose among the default targets.
     """
-    _take(_ADAPTING, arguments, "get_peft_model")
+    take(_ADAPTING, arguments, "get_peft_model", is_all=False)
     wishes = {part: arguments.pop(f"finetune_{part}", None) for part in _PARTS}
     if wishes["vision_layers"] and model.base_model is not model.get_decoder():
         raise InputError("finetune_vision_layers=True, but text never reaches vision layers; give False")
@@ -159,7 +147,7 @@ def save_pretrained_merged(
     Raises:
         InputError: as that function; a further argument asks for something that is not supported.
     """
-    _take_saving_arguments(others, "save_pretrained_merged")
+    take(_SAVING, others, "save_pretrained_merged")
     saving.save_pretrained_merged(model, save_directory, tokenizer, save_method, state_dict)
 
 
@@ -189,7 +177,7 @@ def push_to_hub_merged(
     Raises:
         InputError: the hub cannot be reached or refuses; or as `save_pretrained_merged`.
     """
-    _take_saving_arguments(others, "push_to_hub_merged")
+    take(_SAVING, others, "push_to_hub_merged")
     check_save_method(model, save_method)
     hub = huggingface_hub.HfApi(token=token)
     try:

@@ -29,7 +29,7 @@ from unsloth_pack.lora.trained_parts import Aligner, TrainedParts, vision_target
 from unsloth_pack.memory.checkpointing import CheckpointingMode
 from unsloth_pack.models.spec import TOKEN_TYPES
 from unsloth_pack.modules import require_model
-from unsloth_pack.unsloth_arguments import take_collator_arguments
+from unsloth_pack.unsloth_arguments import COLLATING, take
 
 
 class FastVisionModel:
@@ -197,7 +197,7 @@ class VisionDataCollator:
         skip_broken_images: bool = False,
         **others: Any,
     ):
-        take_collator_arguments(others)
+        take(COLLATING, others, "VisionDataCollator")
         for name in ("tokenizer", "image_processor"):
             if not hasattr(processor, name):
                 problem = f"processor is a {type(processor).__name__}, which has no {name}"

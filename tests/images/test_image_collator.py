@@ -251,7 +251,7 @@ def test_unsloths_arguments(collate, processor):
         (dict(resize="min"), "resize is 'min'.*give max_pixels"),
         (dict(ignore_index=0), "ignore_index is 0"),
         (dict(pad_to_multiple_of=8), "pad_to_multiple_of is 8"),
-        (dict(what=1), "does not know what=1"),
+        (dict(what=1), "does not take what"),
         (dict(overlong="split"), "overlong is 'split'; choose one of error"),
         (dict(max_seq_length=0), "max_seq_length is 0"),
         (dict(image_folder="no/such"), "image_folder is 'no/such', which is no folder"),

@@ -100,8 +100,8 @@ def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(train, fol
     banner = train(*HELD_OUT, "--num_proc=1", out="one")
     assert "mixture alpaca.json: weight 2, " in banner
     assert "mixture asked.jsonl: weight 0.5, " in banner
-    assert "not used alpaca.json: column id" in banner
-    assert "not used asked.jsonl: column lang" in banner
+    assert "not used alpaca.json: id" in banner
+    assert "not used asked.jsonl: lang" in banner
     assert "held out of the data" in banner
     train(*HELD_OUT, "--num_proc=2", out="cut", stopped_after=2)
     train("--resume", out="cut")

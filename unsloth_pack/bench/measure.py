@@ -20,14 +20,10 @@ import torch
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Args
 from transformers.utils import is_flash_attn_2_available
 
 import unsloth_pack
@@ -218,15 +214,11 @@ class _Watch(TrainerCallback):
         self.first_step_seconds = self.seconds = 0.0
         self.tokens = self.slots = 0
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
         if state.global_step == 0:
             self._start = _now()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         step = state.global_step
         if step == 1:
             self.first_step_seconds = _now() - self._start

@@ -18,7 +18,7 @@ from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
 from unsloth_pack.data.token_counts import TokenLedger
-from unsloth_pack.demo.evaluate import ExactMatch, exact_match
+from unsloth_pack.demo.evaluate import ExactMatch, exact_match, exact_match_of_pictures
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import why_not_flat
@@ -32,7 +32,6 @@ from unsloth_pack.report.terminal import (
     RunSummary,
     document_lengths,
     fill_line,
-    fill_of_joined,
     fill_of_packed,
     fill_of_padded,
     ledger_line,
@@ -58,50 +57,28 @@ _THUMBNAIL = (96, 96)  # pixels, at most, of an image that is drawn
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
-class DemoScores:
-    """How well the model of a demo answers held-out rows, before training and after it.
+def score_demo(
+    demo: str | None, model: Any, tokenizer: PreTrainedTokenizerBase, images: ImagePreparation | None
+) -> ExactMatch | None:
+    """Score the answers to a demo's held-out rows; None without a demo, and in all but one process."""
+    if demo is None or not is_main_process():
+        return None
+    rows = load_rows(demo, "test").to_list()
+    if images is not None:
+        return exact_match_of_pictures(model, images.processor, rows)
+    return exact_match(model, tokenizer, rows)
 
-    Args:
-        demo: the bundled model; None if another one trains, or its weights are sharded.
-    """
 
-    def __init__(
-        self,
-        demo: str | None,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImagePreparation | None,
-    ):
-        self._model, self._tokenizer, self._images = model, tokenizer, images
-        self._rows: list[dict[str, Any]] = []
-        if demo is not None and is_main_process():
-            self._rows = load_rows(demo, "test").to_list()
-        self._before = self._score()
-
-    def _score(self) -> ExactMatch | None:
-        if not self._rows:
-            return None
-        if self._images is not None:
-            from unsloth_pack.demo import evaluate_pictures
-
-            return evaluate_pictures.exact_match(self._model, self._images.processor, self._rows)
-        return exact_match(self._model, self._tokenizer, self._rows)
-
-    def show(self, console: Console, metrics: MetricsFile) -> None:
-        """Score the trained model, and print and write down both scores, with a few answers."""
-        before, after = self._before, self._score()
-        if not (before and after):
-            return
-        pairs = zip(before.generations, after.generations, strict=True)
-        examples = [
-            {"prompt": new.prompt, "before": old.answer, "after": new.answer, "expected": new.expected}
-            for old, new in pairs
-            if len(new.prompt) <= _LONGEST_PROMPT
-        ][:_EXAMPLES]
-        metrics.write(
-            "demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples
-        )
-        print_generations(console, before.score, after.score, len(after.generations), examples)
+def show_scores(before: ExactMatch, after: ExactMatch, console: Console, metrics: MetricsFile) -> None:
+    """Print and write down the scores before and after the training, with a few answers."""
+    pairs = zip(before.generations, after.generations, strict=True)
+    examples = [
+        {"prompt": new.prompt, "before": old.answer, "after": new.answer, "expected": new.expected}
+        for old, new in pairs
+        if len(new.prompt) <= _LONGEST_PROMPT
+    ][:_EXAMPLES]
+    metrics.write("demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples)
+    print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
 class RunReport:
@@ -141,9 +118,8 @@ class RunReport:
         if self._options.sample_packing:
             packed: Any = self._trainer.train_dataset
             return fill_of_packed(packed, self._capacity)
-        if config.padding_free:
-            return fill_of_joined(rows)
-        return fill_of_padded(rows, config.per_device_train_batch_size, config.seed)
+        batch_size = 1 if config.padding_free else config.per_device_train_batch_size  # 1: nothing is padded
+        return fill_of_padded(rows, batch_size, config.seed)
 
     def write_data(self) -> None:
         """Write the data of a new run into the metrics file, and plot the lengths of its documents."""

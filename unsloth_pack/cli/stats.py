@@ -33,14 +33,14 @@ def run(arguments: Sequence[str]) -> int:
 
     from unsloth_pack.cli import quieten
     from unsloth_pack.packing import length_report, vision_tokens
-    from unsloth_pack.report.terminal import LastingConsole, row_lengths
+    from unsloth_pack.report.terminal import LastingConsole, document_lengths
 
     quieten(show_bars=not flags.get("json"))
     mixture, prepared, _ = read_documents(flags, flags.get("model_name", "demo"), _UNCUT)
     images = None if prepared is None else prepared.counts(mixture.train)
     patch, merge = flags.get("vision_patch", 16), flags.get("vision_merge", 2)
     of_images = (vision_tokens(height, width, patch, merge) for height, width in flags.get("image_sizes", []))
-    lengths = row_lengths(mixture.train.rows) + sum(of_images)
+    lengths = document_lengths(mixture.train.rows) + sum(of_images)
     caps = [*flags.get("pack_lengths", ()), *filter(None, [flags.get("max_seq_length")])]
     report = length_report(
         lengths,

@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(o: TrainOptions) -> int:
     """Load, train, save and report; returns the exit code."""
     from unsloth_pack.checkpoints.loading import weight_dtype
-    from unsloth_pack.cli.run_report import DemoScores, RunReport
+    from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
     from unsloth_pack.run.documents import load_run_tokenizer
@@ -97,7 +97,7 @@ def _run(o: TrainOptions) -> int:
     )
     is_sharded = o.training.fsdp is not None or o.training.deepspeed is not None
     demo = o.model.model_name if o.is_demo and not is_sharded else None
-    scores = DemoScores(demo, model, tokenizer.tokenizer, data.images)
+    score_before = score_demo(demo, model, tokenizer.tokenizer, data.images)
     checkpoint = last_checkpoint(folder) if o.output.resume else None
     metrics = _open_metrics(o, checkpoint)
     rows = data.train.rows
@@ -125,7 +125,8 @@ def _run(o: TrainOptions) -> int:
         path = folder / ADAPTER_CONFIG
         if path.is_file() and (note := note_on_vllm(json.loads(path.read_text(encoding="utf-8")))):
             console.print(note, soft_wrap=True, markup=False)
-        scores.show(console, metrics)
+        if score_before and (score := score_demo(demo, model, tokenizer.tokenizer, data.images)):
+            show_scores(score_before, score, console, metrics)
         report.finish(summary, ledger)
         if o.output.push_to_hub is not None and is_main_process():
             upload(folder, o.output.push_to_hub)

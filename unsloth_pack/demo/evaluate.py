@@ -1,11 +1,14 @@
-"""Exact match on held-out rows, by greedy generation."""
+"""Exact match on held-out rows and pictures, by greedy generation."""
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from unsloth_pack.demo import pictures
 
 Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
 
@@ -53,22 +56,43 @@ def exact_match(
         return tokenizer([prompts[i] for i in batch], padding=True, padding_side="left", return_tensors="pt")
 
     expected = [row["output"] for row in rows]
-    answers = greedy_answers(model, tokenizer, encode, expected, batch_size)
-    return score([user_text(row) for row in rows], expected, answers)
+    answers = _greedy_answers(model, tokenizer, encode, expected, batch_size)
+    return _score([user_text(row) for row in rows], expected, answers)
 
 
-def score(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
+def exact_match_of_pictures(model: Any, processor: Any, rows: list[pictures.Row]) -> ExactMatch:
+    """Compare greedy answers to every row of one picture and one question with the row's answer."""
+    from PIL import Image
+
+    questions = [row["messages"][0]["content"].removeprefix(pictures.MARK) for row in rows]
+    turns = [
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+        for question in questions
+    ]
+    prompts = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+    def encode(batch: list[int]) -> BatchEncoding:
+        images = [Image.open(io.BytesIO(rows[i]["images"][0])) for i in batch]
+        texts = [prompts[i] for i in batch]
+        return processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+
+    expected = [row["messages"][1]["content"] for row in rows]
+    answers = _greedy_answers(model, processor.tokenizer, encode, expected)
+    return _score(questions, expected, answers)
+
+
+def _score(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
     n_exact = sum(map(str.__eq__, answers, expected))
     return ExactMatch(n_exact / len(answers), [*map(Generation, prompts, expected, answers)])
 
 
 @torch.inference_mode()
-def greedy_answers(
+def _greedy_answers(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     encode: Callable[[list[int]], BatchEncoding],
     expected: list[str],
-    batch_size: int,
+    batch_size: int = 64,
 ) -> list[str]:
     """Generate greedy answers, in the order of `expected`, to rows that `encode` pads on the left."""
     by_length = sorted(range(len(expected)), key=lambda i: len(expected[i]))

@@ -1,8 +1,8 @@
-"""The vision demo's data: pictures of shapes, drawn from a seed, with captions.
+"""The vision demo's data: pictures of shapes, drawn from a seed, with dense captions.
 
-A picture is a grid of cells; one to three of them have a shape, as large as its cell or half as large. Its
-tasks are a caption in words, which the bundled base model knows, and a dense caption, JSON with a box for
-each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
+A picture is a grid of cells; one to three of them have a shape, as large as its cell or half as large. A
+fine-tune teaches dense captions, JSON with a box for each shape; the bundled base model knows captions in
+words. Nothing is stored: the same seed draws the same pixels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ COLOURS = {
 KINDS = ("circle", "square", "triangle", "diamond")
 SIZES = {"small": 16, "large": CELL}  # pixels a side
 MARK = "<image>"  # the picture's place in a question
-CAPTION = "Name the shapes."
 DENSE = "Give a dense caption."
 
 SPLITS = ("train", "test")
@@ -39,8 +38,6 @@ _ROWS_OF_SPLIT = {"train": 2000, "test": 100}
 _CELLS = (2, MOST_CELLS)
 _COUNTS = (1, 2, 3)
 _PAPER = ((250, 250, 250), (225, 225, 225), (200, 205, 215), (235, 225, 205))
-_ROWS = ("top", "middle", "bottom")
-_COLUMNS = ("left", "center", "right")
 
 Turn = dict[str, str]  # `role` and `content`
 Row = dict[str, Any]  # `messages` with `<image>` in the question, and `images`
@@ -82,14 +79,6 @@ class Scene:
         """Width and height in pixels."""
         return self.columns * CELL, self.rows * CELL
 
-    def caption(self) -> str:
-        """Describe the shapes in words: "small red circle top left, large blue square middle right"."""
-        return ", ".join(
-            f"{shape.size} {shape.name} {_word(_ROWS, shape.row, self.rows)} "
-            f"{_word(_COLUMNS, shape.column, self.columns)}"
-            for shape in self.shapes
-        )
-
     def dense_caption(self) -> str:
         """Describe the shapes as JSON, with boxes in thousandths of width and height."""
         labels = [{"label": shape.name, "bbox_2d": self.thousandths(shape)} for shape in self.shapes]
@@ -122,11 +111,6 @@ class Scene:
         return image
 
 
-def _word(words: tuple[str, str, str], place: int, count: int) -> str:
-    """Return the word for a row or a column: first, last, or between."""
-    return words[0] if place == 0 else words[2] if place == count - 1 else words[1]
-
-
 def scenes(seed: int) -> Iterator[Scene]:
     """Generate endless scenes, which may repeat."""
     rng = Random(seed)
@@ -153,11 +137,6 @@ def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene
 
 def turns(question: str, answer: str) -> list[Turn]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def caption_row(scene: Scene) -> Row:
-    """Build a row of the base model's task."""
-    return picture_row(scene, turns(CAPTION, scene.caption()))
 
 
 def dense_row(scene: Scene) -> Row:

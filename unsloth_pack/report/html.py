@@ -129,28 +129,24 @@ def draw_row(row: PackedRowSeen) -> Figure:
 def draw_curves(log: Log) -> Figure:
     """Draw loss, learning rate, tokens a second and memory over the updates."""
     figure = _figure(10, 5.6)
-    lines = with_speed(log)
     for place, (name, label, unit) in enumerate(_CURVES):
         axes = figure.add_subplot(2, 2, place + 1, xlabel="update", ylabel=label)
         if name == "loss":
-            _draw_losses(axes, lines)
+            _draw_losses(axes, log)
         else:
-            _plot(axes, lines, name, unit, None)
+            _plot(axes, with_speed(log), name, unit, None)
     return figure
 
 
 def with_speed(log: Log) -> list[dict[str, Any]]:
-    """Add `tokens_per_second` since the line before to log lines. A resumed run's clock begins anew."""
+    """Add the `tokens_per_second` since the line before to lines with a loss; a resumed clock begins anew."""
     lines: list[dict[str, Any]] = []
-    before: Mapping[str, Any] = {"num_tokens": 0, "seconds": 0.0}
     for line in log:
-        speed = {}
-        if line.get("num_tokens") is not None and "loss" in line:
+        if "loss" in line and line.get("num_tokens") is not None:
+            before = lines[-1] if lines else {"num_tokens": 0, "seconds": 0.0}
             seconds, tokens = (line[name] - before[name] for name in ("seconds", "num_tokens"))
-            if seconds > 0 and tokens > 0:
-                speed = {"tokens_per_second": tokens / seconds}
-            before = line
-        lines.append({**line, **speed})
+            speed = tokens / seconds if seconds > 0 and tokens > 0 else None
+            lines.append({**line, "tokens_per_second": speed})
     return lines
 
 

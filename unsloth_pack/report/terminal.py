@@ -69,17 +69,12 @@ class RowFill:
         return self.slots_computed - self.tokens
 
 
-def row_lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """`[rows]` int64: the tokens of every row."""
-    return list_lengths(dataset, "input_ids")
-
-
 def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
     """`[documents]` int64: the tokens of every document, packed or not."""
     import pyarrow.compute as pc
 
     if "seq_lengths" not in dataset.column_names:
-        return row_lengths(dataset)
+        return list_lengths(dataset, "input_ids")
     batches = scan(dataset, ["seq_lengths"], batch_size=10_000)
     lengths = [pc.list_flatten(table["seq_lengths"]).to_numpy() for table in batches]
     return np.concatenate(lengths).astype(np.int64)
@@ -87,20 +82,14 @@ def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
 
 def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
     """Compute the fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
-    tokens = int(row_lengths(dataset).sum())
+    tokens = int(list_lengths(dataset, "input_ids").sum())
     documents = int(list_lengths(dataset, "seq_lengths").sum())
     return RowFill(len(dataset), documents, tokens, len(dataset) * capacity, tokens)
 
 
-def fill_of_joined(dataset: datasets.Dataset) -> RowFill:
-    """Compute the fill of rows that are joined into one without padding."""
-    tokens = int(row_lengths(dataset).sum())
-    return RowFill(len(dataset), len(dataset), tokens, tokens, tokens)
-
-
 def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> RowFill:
     """Compute the fill of rows padded to the longest of their batch, in one random order."""
-    lengths = row_lengths(dataset)
+    lengths = list_lengths(dataset, "input_ids")
     slots = padded_slots(np.random.default_rng(seed).permutation(lengths), batch_size)
     return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
 
@@ -239,12 +228,8 @@ def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[Line]:
     """
     are_weighted = len(parts) > 1 or any(part.weight != 1 for part in parts)
     mixture = [("mixture", f"{part.name}: {_share(part, parts, how)}") for part in parts if are_weighted]
-    unused = [(part.name, part.unused_columns) for part in parts if part.unused_columns]
-    return mixture + [("not used", f"{name}: {columns_line(columns)}") for name, columns in unused]
-
-
-def columns_line(columns: Sequence[str]) -> str:
-    return f"{'columns' if len(columns) > 1 else 'column'} {', '.join(columns)}"
+    unused = [(part.name, ", ".join(part.unused_columns)) for part in parts if part.unused_columns]
+    return mixture + [("not used", f"{name}: {columns}") for name, columns in unused]
 
 
 def _share(part: Part, parts: Sequence[Part], how: str) -> str:
