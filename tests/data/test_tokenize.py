@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.lossless_json import to_dataset
-from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
+from unsloth_pack.data.token_counts import check_token_loss
 from unsloth_pack.data.tokenize import IGNORE_INDEX, documents_of, tokenizer_hash
 from unsloth_pack.errors import InputError
 
@@ -170,20 +170,6 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
         with pytest.raises(InputError, match=r"of its [0-9,]+ tokens, and --max_token_loss allows 0.00%"):
             check_token_loss("rows.json", ledger, 0.0, max_length, 2048)
     check_token_loss("rows.json", ledger, ledger.discarded, max_length, 2048)
-
-
-@pytest.mark.parametrize(
-    ("n_positions", "remedy"),
-    [
-        (9000, "; raise --max_seq_length to 5000 "),
-        (2048, "; split the long rows, .* has 2048 positions, or raise --max_seq_length to 2048 "),
-        (512, "; split the long rows, .* has 512 positions, or allow it"),
-    ],
-)
-def test_no_more_tokens_are_asked_for_than_the_model_has_positions(n_positions, remedy):
-    ledger = TokenLedger(1, 5000, 1, 4488, 0, 0, 0, 1, 511, 0, longest=5000, p99=5000)
-    with pytest.raises(InputError, match=remedy):
-        check_token_loss("rows.json", ledger, 0.01, 512, n_positions)
 
 
 def test_a_prompt_that_the_template_renders_otherwise_is_counted(tokenizer):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES, update_with_images
-from unsloth_pack.data.streaming import Place, RawBlock, RowSource, no_rows
+from unsloth_pack.data.streaming import Place, RawBlock, RowSource, endless, no_rows
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
@@ -93,15 +93,18 @@ def mix(
     together = documents[0].rows
     is_plain = len(sources) == 1 and sources[0].weight == 1 and eval_fraction is None
     if is_plain and (most is None or most >= len(together)):
-        return _single(sources[0])
+        n, ledger = len(together), documents[0].ledger
+        tokens = ledger.tokens_read - ledger.tokens_truncated - ledger.tokens_dropped
+        part = Part(sources[0].name, 1.0, documents[0].unused_columns, n, 0, n, tokens)
+        return Mixture(documents[0], None, (part,))
     if len(sources) > 1:
         together = datasets.concatenate_datasets([each.rows for each in documents])
-    ends = np.cumsum([len(each.rows) for each in documents])
-    bounds = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+    ends = np.cumsum([len(each.rows) for each in documents]).tolist()
+    bounds = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
     is_held = np.zeros(len(together), bool)
     if eval_fraction is not None:
         is_held = held_out(together, eval_fraction, seed)
-    left = [begin + np.flatnonzero(~is_held[begin:end]) for begin, end in bounds]
+    left = [bound.start + np.flatnonzero(~is_held[bound]) for bound in bounds]
     for source, numbers in zip(sources, left, strict=True):
         if not len(numbers):
             raise InputError(
@@ -116,12 +119,12 @@ def mix(
             source.name,
             source.weight,
             source.documents.unused_columns,
-            end - begin,
-            int(is_held[begin:end].sum()),
-            int(times[begin:end].sum()),
-            int((times * lengths.tokens)[begin:end].sum()),
+            len(source.documents.rows),
+            int(is_held[bound].sum()),
+            int(times[bound].sum()),
+            int((times * lengths.tokens)[bound].sum()),
         )
-        for source, (begin, end) in zip(sources, bounds, strict=True)
+        for source, bound in zip(sources, bounds, strict=True)
     )
     whole = _joined(documents)
     train = replace(_selected(together, whole, order), ledger=lengths.ledger(whole.ledger, times, is_held))
@@ -130,14 +133,6 @@ def mix(
         of_held_out = lengths.of_held_out(is_held)
         evaluation = replace(_selected(together, whole, np.flatnonzero(is_held)), ledger=of_held_out)
     return Mixture(train, evaluation, parts)
-
-
-def _single(source: Source) -> Mixture:
-    """One data set as it is."""
-    documents, ledger = len(source.documents.rows), source.documents.ledger
-    tokens = ledger.tokens_read - ledger.tokens_truncated - ledger.tokens_dropped
-    part = Part(source.name, 1.0, source.documents.unused_columns, documents, 0, documents, tokens)
-    return Mixture(source.documents, None, (part,))
 
 
 def _order(sources: Sequence[Source], left: Sequence[np.ndarray], how: str, seed: int) -> np.ndarray:
@@ -239,8 +234,6 @@ class _Lengths:
             longest=int(tokens.max()),
             p99=int(np.quantile(tokens, 0.99, method="higher")),
             **self._in_loss(is_held),
-            **dict.fromkeys(("rows_truncated", "tokens_truncated", "rows_fully_masked"), 0),
-            **dict.fromkeys(("tokens_dropped", "prompts_rerendered"), 0),
         )
 
     def _in_loss(self, times: np.ndarray) -> dict[str, int]:
@@ -267,14 +260,11 @@ def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndar
             f"eval_fraction is {fraction:g}, and all {len(hashes):,} documents hold the same tokens, so that "
             "none can be held out; give more data, or --eval_dataset"
         )
-    most = fraction * len(hashes)
-    is_chosen = np.zeros(len(sizes), bool)
-    chosen = 0
+    is_chosen, left = np.zeros(len(sizes), bool), fraction * len(hashes)
     for group, size in enumerate(sizes.tolist()):
-        if chosen + size <= most:
-            is_chosen[group] = True
-            chosen += size
-    if not chosen:
+        if size <= left:
+            is_chosen[group], left = True, left - size
+    if not is_chosen.any():
         is_chosen[np.argmin(sizes)] = True
     return is_chosen[group_of]
 
@@ -303,19 +293,6 @@ def _hashes(documents: datasets.Dataset, seed: int) -> np.ndarray:
 # are done.
 
 _ROUND = 1000  # rows that are drawn together
-
-
-@dataclass(frozen=True)
-class _Stand:
-    """Where one source of a mixture stands."""
-
-    place: Place = field(default_factory=Place)  # the begin of a block of it
-    passed: int = 0  # rows after that place that are done
-    turns: int = 0  # how often it has been read to its end
-
-    @classmethod
-    def of_json(cls, stand: dict[str, Any]) -> _Stand:
-        return cls(Place(**stand["place"]), stand["passed"], stand["turns"])
 
 
 class MixedRows:
@@ -356,25 +333,20 @@ class MixedRows:
             inner = Place()
 
     def _interleaved(self, place: Place) -> Iterator[RawBlock]:
-        begin_of_pass = [asdict(_Stand())] * len(self.parts)
-        state = place.state or {"round": 0, "done": 0, "stands": begin_of_pass}
+        begin = {"place": Place().as_json(), "passed": 0, "turns": 0}
+        state = place.state or {"round": 0, "done": 0, "stands": [begin] * len(self.parts)}
         number, done, seen = state["round"], state["done"], place.seen
-        stands = map(_Stand.of_json, state["stands"])
-        readers = [_Reader(source, stand) for source, stand in zip(self.parts, stands, strict=True)]
+        readers = [_Reader(*each) for each in zip(self.parts, state["stands"], strict=True)]
         is_over = False
         while not is_over:
-            begin_of_round = [asdict(reader.stand) for reader in readers]
+            stands, rows = [reader.stand for reader in readers], 0
             pieces, is_over = self._round(readers, place.turn, number)
-            rows_before = 0
             for part, block in pieces:
-                passed = min(block.n_rows, max(0, done - rows_before))
-                rows_before += block.n_rows
-                if passed == block.n_rows:
-                    continue
-                some, done = _rows_of(block, passed, block.n_rows), rows_before
-                stand = {"round": number, "done": done, "stands": begin_of_round}
-                yield _placed(some, part, place.turn, seen, stand)
-                seen += some.n_rows
+                rows += block.n_rows
+                if rows > done:
+                    stand = {"round": number, "done": rows, "stands": stands}
+                    yield _placed(block, part, place.turn, seen, stand)
+                    seen += block.n_rows
             number, done = number + 1, 0
 
     def _round(
@@ -384,14 +356,14 @@ class MixedRows:
         shares = np.array(self._weights) / sum(self._weights)
         draws = np.random.default_rng([self._seed, turn, number]).choice(len(shares), _ROUND, p=shares)
         blocks: list[list[RawBlock]] = [[] for _ in readers]
-        used_up_at: list[int | None] = [-1 if reader.stand.turns else None for reader in readers]
+        used_up_at: list[int | None] = [-1 if reader.turns else None for reader in readers]
         for part, reader in enumerate(readers):
             places = np.flatnonzero(draws == part)
             rows = 0
             while rows < len(places):
                 blocks[part].append(reader.next(len(places) - rows))
                 rows += blocks[part][-1].n_rows
-                if used_up_at[part] is None and reader.stand.turns:
+                if used_up_at[part] is None and reader.turns:
                     used_up_at[part] = int(places[rows - 1])
         ends = [at for at in used_up_at if at is not None]
         is_under = self._ending == "first_exhausted"
@@ -407,45 +379,31 @@ class MixedRows:
 
 
 class _Reader:
-    """The rows of a source, some at a time, over and over; it stands after the rows that were given out."""
+    """The rows of a source, some at a time, over and over.
 
-    def __init__(self, source: RowSource, stand: _Stand):
-        self._source, self.stand = source, stand
-        self._blocks = source.one_pass(stand.place)
-        self._block: RawBlock | None = None
-        self._rows = 0  # of the block that are done
-        rows = stand.passed
-        while rows:
-            block = self._block or self._next_block()
-            self._rows = min(rows, block.n_rows)
-            rows -= self._rows
-            if self._rows == block.n_rows:
-                self._block = None
+    Args:
+        stand: where it goes on, as JSON has it: the begin of a block, how many of its rows are done, and how
+            often the source has been read to its end.
+    """
+
+    def __init__(self, source: RowSource, stand: dict[str, Any]):
+        blocks = endless(source, Place(**stand["place"]))
+        self._blocks = (block for block in blocks if block.n_rows or block.ends_pass)
+        self._block, self._passed, self.turns = next(self._blocks), stand["passed"], stand["turns"]
+
+    @property
+    def stand(self) -> dict[str, Any]:
+        return {"place": self._block.begin.as_json(), "passed": self._passed, "turns": self.turns}
 
     def next(self, most: int) -> RawBlock:
         """The next rows, at least one and not more than `most`, of one block."""
-        block = self._block or self._next_block()
-        first, last = self._rows, min(block.n_rows, self._rows + most)
-        self._rows = last
-        self.stand = replace(self.stand, place=block.begin, passed=last)
-        if last == block.n_rows:
-            self._block = None
-            self.stand = replace(self.stand, place=block.end, passed=0)
-            self._look_ahead()
+        block, first = self._block, self._passed
+        self._passed = last = min(block.n_rows, first + most)
+        if last == block.n_rows:  # whether another block follows decides whether the source is used up
+            self._block, self._passed = next(self._blocks), 0
+            if self._block.ends_pass:
+                self._block, self.turns = next(self._blocks), self.turns + 1
         return _rows_of(block, first, last)
-
-    def _look_ahead(self) -> None:
-        """Read the next block now: whether there is one decides whether the source is used up."""
-        self._block, self._rows = next((block for block in self._blocks if block.n_rows), None), 0
-        if self._block is None:
-            self.stand = _Stand(Place(), 0, self.stand.turns + 1)
-            self._blocks = self._source.one_pass(Place())
-
-    def _next_block(self) -> RawBlock:
-        self._look_ahead()
-        if self._block is None:
-            raise no_rows(self._source)
-        return self._block
 
 
 def _first(blocks: Sequence[RawBlock], rows: int) -> Iterator[RawBlock]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,18 +48,18 @@ class TokenLedger:
             front of the end of an image.
     """
 
-    rows_read: int
-    tokens_read: int
-    rows_truncated: int
-    tokens_truncated: int
-    rows_fully_masked: int
-    tokens_dropped: int
-    tokens_masked_by_template: int
-    tokens_masked_at_boundaries: int
-    tokens_counted: int
-    prompts_rerendered: int
-    longest: int
-    p99: int
+    rows_read: int = 0
+    tokens_read: int = 0
+    rows_truncated: int = 0
+    tokens_truncated: int = 0
+    rows_fully_masked: int = 0
+    tokens_dropped: int = 0
+    tokens_masked_by_template: int = 0
+    tokens_masked_at_boundaries: int = 0
+    tokens_counted: int = 0
+    prompts_rerendered: int = 0
+    longest: int = 0
+    p99: int = 0
     rows_split: int = 0
     tokens_split: int = 0
     rows_held_out: int = 0
@@ -108,36 +108,26 @@ def check_token_loss(
     """
     if ledger.discarded <= max_token_loss:
         return
-    causes, ways = [], [f"allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"]
+    causes, smaller = [], ""
+    if ledger.tokens_truncated:
+        rows = f"{ledger.rows_truncated:,} rows"
+        causes.append(f"{ledger.tokens_truncated:,} beyond --max_seq_length {max_length} in {rows}")
+    if ledger.rows_left_out:
+        causes[0] += f" ({ledger.rows_left_out:,} of them whole, as the cut would go through an image)"
+        smaller = "make images smaller with --shrink_images, "
     if ledger.tokens_dropped:
         rows = f"{ledger.rows_fully_masked:,} rows in which no token counts"
         causes.append(f"{ledger.tokens_dropped:,} in {rows}")
-    if ledger.tokens_truncated:
-        beyond = f"beyond --max_seq_length {max_length} in {ledger.rows_truncated:,} rows"
-        if ledger.rows_left_out:
-            beyond += f" ({ledger.rows_left_out:,} of them whole, as the cut would go through an image)"
-            ways.insert(0, "make images smaller with --shrink_images")
-        causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
-        most = f"99 % of the rows have at most {ledger.p99}"
-        way = "pack it anew with --max_seq_length" if are_packed else "raise --max_seq_length to"
-        if max_length < n_positions:
-            ways.insert(0, f"{way} {min(ledger.longest, n_positions)} ({most})")
-        if n_positions < ledger.longest:
-            ways.insert(0, f"split the long rows, as the model has {n_positions} positions")
-    loses = "has lost" if are_packed else "would lose"
+    loses, way = ("has lost", "pack it anew with") if are_packed else ("would lose", "raise")
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
-        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}"
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {way} --max_seq_length "
+        f"{min(ledger.longest, n_positions)} (99 % of the rows have at most {ledger.p99}), {smaller}split "
+        f"long rows, or allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"
     )
 
 
-_SUMS = [
-    each.name
-    for each in fields(TokenLedger)
-    if each.default is MISSING and each.name not in ("longest", "p99")
-]
 FILES = "image_files"  # images that are files, and rows of which that is not known
-OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken", "rows_left_out")
 
 
 @dataclass
@@ -209,8 +199,8 @@ class SpanCounts:
 
     @property
     def ledger(self) -> TokenLedger:
-        sums = {name: self.sums[name] for name in (*_SUMS, *OF_IMAGES)}
+        sums = {each.name: self.sums[each.name] for each in fields(TokenLedger)}
         lengths, rows = sorted(self.lengths), [self.lengths[length] for length in sorted(self.lengths)]
         rank = math.ceil((self.lengths.total() - 1) * 0.99)  # between two lengths, the higher
         p99 = lengths[int(np.searchsorted(np.cumsum(rows), rank, "right"))] if lengths else 0
-        return TokenLedger(**sums, longest=max(lengths, default=0), p99=p99)
+        return TokenLedger(**sums | {"longest": max(lengths, default=0), "p99": p99})
