@@ -215,7 +215,7 @@ def test_a_bad_row_is_named(bad, message, tmp_path, monkeypatch):
 def test_a_compressed_file_that_was_cut_is_refused(suffix, tmp_path):
     path = write(tmp_path / f"rows.jsonl{suffix}")
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(InputError, match=rf"not a whole \{suffix} file"):
+    with pytest.raises(InputError, match=rf"it is a whole \{suffix} file"):
         texts(open_stream(str(path)).one_pass(Place()))
 
 

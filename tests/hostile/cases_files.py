@@ -93,25 +93,18 @@ CUT = [
     for suffix, says in (
         ("json", "line \\d+.*not valid JSON|not UTF-8"),
         ("jsonl", "line \\d+.*not valid JSON|not UTF-8"),
-        ("parquet", "not a complete parquet file"),
+        ("parquet", "cannot be read .*a whole .parquet file"),
     )
 ]
 
 JSON = [
-    case("json: a trailing comma", "rows.json", '[{"text": "a"},]', "not valid JSON"),
     case("json: a key twice", "rows.json", '[{"text": "a", "text": "b"}]', "key 'text' appears twice"),
     case("json: html", "rows.json", "<!DOCTYPE html><html>404</html>", "not valid JSON"),
-    case(
-        "json: a pointer of Git LFS", "rows.json", "version https://git-lfs.github.com/spec/v1\n", "not valid"
-    ),
-    case("jsonl: two on a line", "rows.jsonl", '{"text": "a"} {"text": "b"}\n', "line 1.*Extra data"),
     case("jsonl: printed over lines", "rows.jsonl", '{\n "text": "a"\n}\n', "line 1.*not valid JSON"),
-    case("jsonl: commas at the ends", "rows.jsonl", '{"text": "a"},\n{"text": "b"},\n', "line 1.*Extra data"),
 ]
 
 CSV = [
     case("csv: semicolons", "rows.csv", "instruction;output\na;b\n", "columns instruction;output"),
-    case("csv: tabs", "rows.csv", "instruction\toutput\na\tb\n", "no known data format"),
     case("csv: blank cells", "rows.csv", "instruction,output\na,\n", "row 0, column 'output': expected some"),
 ]
 
@@ -121,13 +114,12 @@ def table(**columns: Any) -> bytes:
 
 
 PARQUET = [
-    case("parquet: json", "rows.parquet", WHOLE["json"], "not a complete parquet file"),
     case("parquet: a null", "rows.parquet", table(text=["a", None]), "row 1, column 'text'.*got None"),
     case(
         "parquet: maps",
         "rows.parquet",
         table(text=pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))),
-        "cannot be used",
+        "cannot be read",
     ),
     case(
         "parquet: a column twice",
@@ -161,13 +153,10 @@ FOLDERS = [
         "a broken file among whole", "rows", several(a__json=WHOLE["json"], b__json="[{"), "b.json line 1"
     ),
     placed(
-        "only test data", "rows", several(test__json=WHOLE["json"]), "no split 'train'; choose one of test"
-    ),
-    placed(
         "parquet of two types",
         "rows",
         several(a__parquet=table(text=["a"]), b__parquet=table(text=[["a"]])),
-        "column types that cannot be used",
+        "cannot be read .*incompatible types",
     ),
     placed("saved, without its data", "rows", saved_without_data, "not a complete saved dataset"),
     placed(
@@ -194,18 +183,8 @@ PATHS = [
         "b.jsonl.zip: unknown suffix '.zip'",
     ),
     placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "not an ordinary file"),
-    placed("an address", "https://example.org/rows.json", lambda f: None, "file not found"),
     placed("no suffix", "rows", lambda f: (f / "rows").write_text("[]"), "unknown suffix ''"),
-    *(
-        placed(
-            f"a {suffix} file",
-            f"rows{suffix}",
-            lambda f, s=suffix: (f / f"rows{s}").write_bytes(b"x"),
-            "unknown suffix",
-        )
-        for suffix in (".tsv", ".xlsx")
-    ),
-    case("a .zst file of something else", "rows.jsonl.zst", b"x", "not a whole"),
+    case("a .zst file of something else", "rows.jsonl.zst", b"x", "cannot be read .*a whole .zst file"),
 ]
 
 CASES = [*ENCODINGS, *CUT, *JSON, *CSV, *PARQUET, *FOLDERS, *PATHS]

@@ -2,8 +2,8 @@
 
 `datasets` has two ways of storing objects, and neither is exact. A struct gets a null for every key that only
 other rows have, one order of keys for all rows, and one type for whole numbers and fractions. `datasets.Json`
-reads 0.6 back as 0.6000000000000001. Here objects are stored as JSON text, which Python's own parser reads
-back.
+reads 0.6 back as 0.6000000000000001. Here all but strings is stored as JSON text, which Python's own parser
+reads back.
 """
 
 import json
@@ -41,15 +41,8 @@ def exact_table(rows: list[dict[str, object]]) -> pa.Table:
 
 
 def _exact_array(values: list[object]) -> pa.Array:
-    try:
-        array = pa.array(values)
-        if pa.types.is_string(array.type):
-            return array
-        if "struct<" not in str(array.type) and json.dumps(array.to_pylist()) == json.dumps(values):
-            return array
-    except (pa.ArrowException, OverflowError):  # strings among numbers, integers past 64 bits, ...
-        pass
-    return json_array(values)
+    are_strings = all(value is None or isinstance(value, str) for value in values)
+    return pa.array(values, pa.string()) if are_strings else json_array(values)
 
 
 def json_array(values: Sequence[object]) -> pa.Array:
@@ -58,31 +51,20 @@ def json_array(values: Sequence[object]) -> pa.Array:
 
 
 def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The types that hold the rows of several exact tables: JSON texts where their own types differ."""
+    """The types that hold the rows of several exact tables: JSON text where one of them has it."""
     kinds: dict[str, pa.DataType] = {}
     for field in (field for schema in schemas for field in schema):
-        kinds[field.name] = _joined(kinds.get(field.name, pa.null()), field.type)
+        if kinds.get(field.name) != pa.json_():
+            kinds[field.name] = field.type
     return pa.schema(kinds)
-
-
-def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    if pa.types.is_null(one) or pa.types.is_null(other) or one == other:
-        return other if pa.types.is_null(one) else one
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        inner = _joined(one.value_type, other.value_type)
-        return inner if inner == pa.json_() else pa.list_(inner)
-    return pa.json_()
 
 
 def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """An exact table with the types of `joined_schema`; columns that it lacks are null."""
     columns = []
     for field in schema:
-        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table))
-        if column.type != field.type:
-            is_json = isinstance(field.type, pa.JsonType)
-            column = json_array(column.to_pylist()) if is_json else column.cast(field.type)
-        columns.append(column)
+        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
+        columns.append(column if column.type == field.type else json_array(column.to_pylist()))
     return pa.Table.from_arrays(columns, schema=schema)
 
 

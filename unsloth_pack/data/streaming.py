@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
-from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet, refuse_types
+from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.text_files import (
@@ -28,7 +28,7 @@ from unsloth_pack.data.text_files import (
     is_json_lines,
     line_blocks,
     read_txt,
-    refuse_broken,
+    refuse_unreadable,
     rows_of_lines,
 )
 from unsloth_pack.data.token_counts import SpanCounts
@@ -142,7 +142,7 @@ class FileRows:
         if self._kind == "parquet":
             yield from _of_parquet(path, row)
             return
-        with refuse_broken(path):
+        with refuse_unreadable(path):
             if self._kind == "json" and is_json_lines(path):
                 for block, lines in line_blocks(FilePart(path, at, sys.maxsize), _BYTES):
                     yield len(lines), partial(_of_lines, block, lines), block.end
@@ -204,7 +204,7 @@ def _of_parquet(path: Path, first: int) -> Iterator[_Read]:
 def _of_rows(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
     from unsloth_pack.data.lossless_json import to_dataset
 
-    with refuse_types(path):
+    with refuse_unreadable(path):
         return to_dataset([rows[index] for index in chosen])
 
 
@@ -215,7 +215,7 @@ def _of_table(
 
     from unsloth_pack.data.lossless_json import read_exactly
 
-    with refuse_types(path):
+    with refuse_unreadable(path):
         info = datasets.DatasetInfo(features=features)
         return read_exactly(datasets.Dataset(table.take(list(chosen)), info=info))
 

@@ -25,13 +25,14 @@ Row = dict[str, Any]
 PART = 16 << 20  # bytes of a file whose rows are in memory at a time
 _BLOCK = 1 << 20  # bytes read at a time
 _ROWS_OF_LIST = 10_000  # of a JSON list that become one table
+_OF_VALUES = (EOFError, NotImplementedError, ValueError, RecursionError)
 _MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
 
 
 def _open_zst(path: Path) -> Any:
     import pyarrow as pa
 
-    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+    return pa.input_stream(str(path), "zstd")
 
 
 _OPEN: dict[str, Callable[[Path], Any]] = {
@@ -73,22 +74,22 @@ def open_text(path: Path, newline: str = "\n") -> io.TextIOWrapper:
 
 
 @contextmanager
-def refuse_broken(path: Path) -> Iterator[None]:
-    """Inside this context, a file that is cut, broken or no text is refused in one line."""
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Inside this context, a file that is cut, broken or no text, or has unknown types, is refused."""
     import pyarrow as pa
 
     try:
         yield
+    except InputError:
+        raise
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise InputError(f"{path}: byte 0x{bad:02x} is not UTF-8; save the file as UTF-8") from None
-    except (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError) as error:
-        if not is_compressed(path):
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"{path}: cannot be read ({reason}); check its permissions") from None
+    except (pa.ArrowException, zlib.error, lzma.LZMAError, OSError, *_OF_VALUES) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         raise InputError(
-            f"{path}: not a whole {path.suffix} file ({' '.join(str(error).split())}); download or compress "
-            "it again"
+            f"{path}: cannot be read ({reason}); check its permissions, and that it is a whole {path.suffix} "
+            "file of strings, numbers, lists and objects"
         ) from None
 
 
@@ -127,17 +128,12 @@ def read_json(part: FilePart) -> Iterator[list[Row]]:
         text = file.read()
     rows = parse_json(text, path, 1) if text.strip() else []
     rows = _unwrap(rows, path) if isinstance(rows, dict) else rows
-    if not isinstance(rows, list):
-        raise _expect_objects(path, rows)
-    for number, row in enumerate(rows):
+    for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, dict):
-            raise _expect_objects(path, row, f" as item {number}")
+            raise InputError(
+                f"{path}: expected a list of objects, got {reprlib.repr(row)}; write [{{...}}, ...]"
+            )
     yield from (rows[start : start + _ROWS_OF_LIST] for start in range(0, len(rows), _ROWS_OF_LIST))
-
-
-def _expect_objects(path: Path, value: object, where: str = "") -> InputError:
-    shown = f"{reprlib.repr(value)}{where}"
-    return InputError(f"{path}: expected a list of objects, got {shown}; write [{{...}}, ...]")
 
 
 def is_json_lines(path: Path) -> bool:
@@ -175,9 +171,7 @@ def rows_of_lines(block: FilePart, lines: Iterable[tuple[int, bytes]]) -> list[R
     rows = []
     for number, line in lines:
         try:
-            row = json.loads(
-                line.decode(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
-            )
+            row = _decode(line.decode())
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
@@ -192,11 +186,7 @@ def _refuse_line(block: FilePart, number: int, line: bytes) -> None:
         while size and (data := file.read(min(_BLOCK, size))):
             before, size = before + data.count(b"\n"), size - len(data)
     number += before + 1
-    try:
-        row = parse_json(line.decode(), block.path, number)
-    except UnicodeDecodeError as error:
-        bad = f"byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        raise InputError(f"{block.path} line {number}: {bad}") from None
+    row = parse_json(line.decode(), block.path, number)
     raise InputError(
         f"{block.path} line {number}: expected an object, got {reprlib.repr(row)}; write one {{...}} a line"
     )
@@ -205,7 +195,7 @@ def _refuse_line(block: FilePart, number: int, line: bytes) -> None:
 def parse_json(text: str, path: Path, line: int) -> Any:
     """Parse `text`, which starts at this line of the file."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats)
+        return _decode(text)
     except json.JSONDecodeError as error:
         where = f"{path} line {line + error.lineno - 1}, column {error.colno}"
         near = text[max(0, error.pos - 10) : error.pos + 20]
@@ -226,6 +216,9 @@ def _refuse_repeats(pairs: list[tuple[str, object]]) -> Row:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return row
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats).decode
 
 
 def _unwrap(document: Row, path: Path) -> list[Row]:
