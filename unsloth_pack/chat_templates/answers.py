@@ -135,7 +135,8 @@ def train_on_responses_only(
 
     An answer is the text after `response_part`, up to the next `instruction_part` or the end of its document.
     The markers are found among the token ids, in packed rows document by document. Labels of -100 stay -100.
-    Rows without a label are dropped, and a warning counts the documents without a marker.
+    Rows without a label are dropped, and a warning counts the documents without a marker, in a stream those
+    of its first rows.
 
     ```python
     trainer = train_on_responses_only(
@@ -160,7 +161,7 @@ def train_on_responses_only(
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None or getattr(trainer, "train_dataset", None) is None:
         raise InputError("trainer has no tokenizer or no train_dataset; make it with both before this call")
-    question, answer = _markers(instruction_part, response_part, tokenizer)
+    labels = AnswerLabels(*_markers(instruction_part, response_part, tokenizer), tokenizer)
     main_process_first = getattr(getattr(trainer, "args", None), "main_process_first", nullcontext)
     labelled: dict[str, Any] = {}
     with main_process_first():
@@ -168,7 +169,7 @@ def train_on_responses_only(
             data = getattr(trainer, name, None)
             parts = data if isinstance(data, Mapping) else {} if data is None else {"": data}
             new = {
-                key: _Labeller(f"{name} {key}".strip(), question, answer, tokenizer)(part, num_proc)
+                key: _label(part, f"{name} {key}".strip(), labels, tokenizer, num_proc)
                 for key, part in parts.items()
             }
             labelled[name] = new if isinstance(data, Mapping) else new.get("")
@@ -196,103 +197,54 @@ def _markers(question: object, answer: object, tokenizer: PreTrainedTokenizerBas
     return str(question), str(answer)
 
 
-class _Labeller:
+def _label(
+    dataset: Any, name: str, labels: AnswerLabels, tokenizer: PreTrainedTokenizerBase, num_proc: int | None
+) -> "Dataset | IterableDataset":
     """Label one data set; `name` is for errors."""
-
-    def __init__(self, name: str, question: str, answer: str, tokenizer: PreTrainedTokenizerBase):
-        self._name, self._tokenizer = name, tokenizer
-        self._labels = AnswerLabels(question, answer, tokenizer)
-
-    def __call__(self, dataset: Any, num_proc: int | None) -> "Dataset | IterableDataset":
-        row = next(iter(dataset), None)
-        if row is None or "input_ids" not in row:
-            problem = "has no rows" if row is None else f"has the columns {', '.join(row)}"
-            raise InputError(f"{self._name} {problem}; give the trainer rows that it turns into input_ids")
-        if hasattr(dataset, "__len__"):
-            return self._label_rows(dataset, num_proc)
-        return self._label_stream(dataset)
-
-    def _label_rows(self, dataset: "Dataset", num_proc: int | None) -> "Dataset":
-        labelled = dataset.map(self._labels, batched=True, num_proc=num_proc, desc="Finding answers")
-        batches = labelled.select_columns([COUNTS]).with_format("numpy").iter(batch_size=1000)
-        counts = np.concatenate([np.asarray(batch[COUNTS]) for batch in batches])
-        total = counts.sum(0)
-        self._check(total, dataset[0], "")
-        learned = np.flatnonzero(counts[:, 3])
-        dropped = len(counts) - len(learned)
-        if dropped or total[1:3].any():
-            text = _describe_missing(total)
-            logger.warning("%s: %s; %d rows without a label are dropped", self._name, text, dropped)
-        labelled = labelled.remove_columns([COUNTS])
-        return labelled.select(learned) if dropped else labelled
-
-    def _label_stream(self, dataset: "IterableDataset") -> "IterableDataset":
-        total, first = np.zeros(4, np.int64), next(iter(dataset))
-        for row in islice(iter(dataset), _FIRST_ROWS):
-            total += self._labels.label_row(*(row.get(name) for name in _ROW_COLUMNS))[1]
-            if total[3] and total[1] < total[0]:
-                break
-        self._check(total, first, "first ")
-        labelled = dataset.map(_StreamLabels(self._labels, self._name), batched=True)
-        return labelled.filter(_has_label).remove_columns([COUNTS])
-
-    def _check(self, total: np.ndarray, first: Row, which: str) -> None:
-        """Refuse to train on nothing."""
-        documents, no_question, no_answer, n_labels = total.tolist()
-        for part, marker, missing in (
-            ("response_part", self._labels.answer, no_answer),
-            ("instruction_part", self._labels.question, no_question),
-        ):
-            if missing == documents:
-                excerpt = printable(str(self._tokenizer.decode(first["input_ids"][:_EXCERPT]))[:_EXCERPT])
-                raise InputError(
-                    f"{part} {marker!r} is in none of the {which}{documents:,} documents of "
-                    f"{self._name}; give what stands before a turn in them, the first begins {excerpt!r}"
-                )
-        if not n_labels:
+    row = next(iter(dataset), None)
+    if row is None or "input_ids" not in row:
+        problem = "has no rows" if row is None else f"has the columns {', '.join(row)}"
+        raise InputError(f"{name} {problem}; give the trainer rows that it turns into input_ids")
+    is_stream = not hasattr(dataset, "__len__")
+    if is_stream:
+        labelled = dataset.map(labels, batched=True)
+        batches = [[row[COUNTS]] for row in islice(labelled, _FIRST_ROWS)]
+    else:
+        labelled = dataset.map(labels, batched=True, num_proc=num_proc, desc="Finding answers")
+        numbers = labelled.select_columns([COUNTS]).with_format("numpy")
+        batches = [batch[COUNTS] for batch in numbers.iter(batch_size=1000)]
+    counts = np.concatenate([np.asarray(batch) for batch in batches])
+    documents, no_question, no_answer, n_labels = counts.sum(0).tolist()
+    which = "first " if is_stream else ""
+    for part, marker, missing in (
+        ("response_part", labels.answer, no_answer),
+        ("instruction_part", labels.question, no_question),
+    ):
+        if missing == documents:
+            excerpt = printable(str(tokenizer.decode(row["input_ids"][:_EXCERPT]))[:_EXCERPT])
             raise InputError(
-                f"{self._name} has no label left in the {which}{documents:,} documents: nothing stands "
-                f"behind response_part {self._labels.answer!r}, or it was cut off or masked before; raise "
-                "max_length, or correct the parts"
+                f"{part} {marker!r} is in none of the {which}{documents:,} documents of {name}; give what "
+                f"stands before a turn in them, the first begins {excerpt!r}"
             )
-
-
-def _describe_missing(total: np.ndarray) -> str:
-    documents, no_question, no_answer, _ = total.tolist()
-    return (
-        f"of {documents:,} documents {no_answer:,} lack response_part and {no_question:,} lack "
-        "instruction_part"
-    )
+    if not n_labels:
+        raise InputError(
+            f"{name} has no label left in the {which}{documents:,} documents: nothing stands behind "
+            f"response_part {labels.answer!r}, or it was cut off or masked before; raise max_length, or "
+            "correct the parts"
+        )
+    learned = np.flatnonzero(counts[:, 3])
+    dropped = len(counts) - len(learned)
+    if dropped or no_question or no_answer:
+        missing = f"{no_answer:,} lack response_part and {no_question:,} lack instruction_part"
+        text = "%s: of %s%d documents %s; %d rows without a label are dropped"
+        logger.warning(text, name, which, documents, missing, dropped)
+    if is_stream:
+        return labelled.filter(_has_label).remove_columns([COUNTS])
+    return (labelled.select(learned) if dropped else labelled).remove_columns([COUNTS])
 
 
 def _has_label(row: Row) -> bool:
     return bool(row[COUNTS][3])
-
-
-class _StreamLabels:
-    """Label the batches of a stream, and warn at 1, 10, 100, ... documents without a marker.
-
-    Raises:
-        InputError: `_FIRST_ROWS` documents in a row have no label.
-    """
-
-    def __init__(self, labels: AnswerLabels, name: str):
-        self._labels, self._name = labels, name
-        self._total, self._warned, self._n_unlabelled = np.zeros(4, np.int64), 0, 0
-
-    def __call__(self, batch: Batch) -> dict[str, list[Any]]:
-        columns = self._labels(batch)
-        for counts in columns[COUNTS]:
-            self._total += counts
-            self._n_unlabelled = 0 if counts[3] else self._n_unlabelled + counts[0]
-        missing = int(self._total[1:3].max())
-        if missing >= 10 * self._warned and missing:
-            self._warned = missing
-            logger.warning("%s: so far, %s", self._name, _describe_missing(self._total))
-        if self._n_unlabelled >= _FIRST_ROWS:
-            problem = f"{self._name} has {self._n_unlabelled:,} documents in a row without an answer"
-            raise InputError(f"{problem}; correct the data")
-        return columns
 
 
 def _check_collator(trainer: object, dataset: Any) -> None:
@@ -318,8 +270,8 @@ def find_relabel(
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
     """Return a function from ids and labels `[n]` to labels `[n]` on answers only, for single rows.
 
-    None if the chat template marks answers itself. `question` and `answer` are the template's text before
-    each; None if the template marks answers itself, or is known by name.
+    `question` and `answer` are the template's text before each; None if it is known by name. The function is
+    None if the template marks answers itself.
     """
     if question is None and answer is None:
         if marks_answers(tokenizer.get_chat_template()):
