@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -131,33 +132,17 @@ def test_the_same_ranks_go_on_exactly(rows, done):
         assert head + list(restored) == whole
 
 
-def test_another_number_of_ranks_goes_on_from_the_same_row(rows):
-    order = PackedSampler(rows, seed=3).global_order()
-    before = samplers(rows, 2, rows_per_rank=4, seed=3)
-    for sampler in before:
-        list(itertools.islice(sampler, 12))
-    after = samplers(rows, 8, rows_per_rank=1, seed=3)
-    for sampler in after:
-        sampler.load_state_dict(before[0].state_dict())
-    taken = np.array([list(sampler) for sampler in after])
-    assert sorted(taken[:, 0]) == sorted(order[24:32])
-    assert set(taken.ravel()) - set(order[:8]) == set(order[24:])
-
-    list(itertools.islice(before[0], 1))
-    with pytest.raises(InputError, match="after 1 rows of a rank, inside a window of 4; go on with 2 ranks"):
-        after[0].load_state_dict(before[0].state_dict())
-
-
 @table(
     ("rows", "arguments", "says"),
     [
         ([[3, 4], [2], [5]], {}, "saved with lengths="),
         ([[3, 4], [5], [2]], {"seed": 4}, "saved with seed=0 and this one has 4"),
+        ([[3, 4], [5], [2]], {"world_size": 2}, "saved with world_size=1 and this one has 2"),
         ([[3, 4], [5], [2]], {"vision_work": [1, 2, 3]}, "saved with lengths="),
     ],
 )
 def test_a_state_of_other_rows_is_refused(rows, arguments, says):
-    state = PackedSampler([[3, 4], [5], [2]]).state_dict()
+    state = json.loads(json.dumps(PackedSampler([[3, 4], [5], [2]]).state_dict()))
     with pytest.raises(InputError, match=says):
         PackedSampler(rows, **arguments).load_state_dict(state)
 
@@ -187,7 +172,6 @@ def test_one_rank_has_a_short_last_batch():
         ({"world_size": 2, "rank": 2}, "rank is 2 of 2; give 0 to 1"),
         ({"rows_per_rank": 3, "batch_size": 2}, "rows_per_rank is 3; give a multiple of batch_size 2"),
         ({"attention_weight": 1.5}, "attention_weight is 1.5"),
-        ({"seq_lengths": [3, 4]}, "seq_lengths are [3, 4]; give the document lengths of every row"),
         ({"seq_lengths": [[1], []]}, "seq_lengths are [[1], []]"),
         ({"vision_work": [float("nan")]}, "vision_work needs a number from 0"),
     ],

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         **{name: flags[name] for name in ("strategy", "seed", "rows_per_shard") if name in flags},
     )
     if as_json:
-        LastingConsole().show_json({**manifest.values(), "data_sets": [*map(asdict, mixture.parts)]})
+        LastingConsole().show_json({**asdict(manifest), "data_sets": [*map(asdict, mixture.parts)]})
     else:
         folder = image_options(flags).image_folder if wants_paths else None
         print_packs(LastingConsole(), manifest, str(out), mixture.parts, folder, adapter is not None)

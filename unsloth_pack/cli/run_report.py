@@ -190,7 +190,8 @@ class RunReport:
             lines = [*ledger_lines(train.ledger, lines_of_parts(train.parts)), ("rows", fill_line(fill))]
             return [*lines, *packing, ("update", update)]
         assert self._stream is not None
-        documents, tokens = self._stream.waiting_at_most
+        packer = self._stream.packer
+        documents, tokens = packer.buffer_size, packer.buffer_tokens
         return [
             ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
             *lines_of_parts(train.parts, self._options.mixture),
@@ -322,7 +323,7 @@ def summarise(
 def _rows_of_stream(stream: StreamTotals, trainer: RunTrainer, names: list[str]) -> RowsOfStream:
     rows = trainer.row_stream
     assert rows is not None
-    slots = stream.rows * rows.capacity
+    slots = stream.rows * rows.packer.capacity
     fill = RowFill(stream.rows, stream.documents, stream.tokens, slots, stream.tokens)
     read = zip(names, stream.read_of_parts, strict=False)  # none of them if there is one data set
     return RowsOfStream(fill, stream.waiting, tuple((name, *counts) for name, counts in read))

@@ -33,7 +33,7 @@ from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.errors import LAST_SEED, InputError, require_whole
+from unsloth_pack.errors import InputError
 from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, check_columns, plan_rows
 from unsloth_pack.packing.planner import check_positive
 
@@ -87,10 +87,6 @@ class PackManifest:
     ledger: TokenLedger  # accounts for every token that was read, from the data to the shards
     shards: tuple[Shard, ...]
     images: PackedImages | None = None  # of the rows; None where they have none
-
-    def values(self) -> dict[str, object]:
-        """The manifest by field, as it is written; `images` only where there are some."""
-        return {name: value for name, value in asdict(self).items() if name != "images" or value is not None}
 
 
 def _schema(has_images: bool) -> pa.Schema:
@@ -184,13 +180,9 @@ def write_packs(
     target = Path(os.path.expanduser(folder)).resolve()
     if target.exists() and (not target.is_dir() or holds(target)):
         raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
-    if "labels" not in (columns := check_columns(documents)):
-        raise InputError(f"no column 'labels' among {', '.join(columns)}; tokenise the rows")
     if rows_per_shard is not None:
         check_positive("rows_per_shard", rows_per_shard)
-    if seed is not None:
-        require_whole("seed", seed, 0, LAST_SEED)
-    if images is None and IMAGES in columns:
+    if images is None and IMAGES in check_columns(documents):
         raise InputError("the documents have images; say how they were prepared, in images")
     documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
@@ -206,7 +198,7 @@ def write_packs(
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
                 for start in range(first, end, builder.batch_size):
                     rows = builder.build(start, min(start + builder.batch_size, end))
-                    table = _with_boundaries(rows).cast(schema)
+                    table = _with_boundaries(rows, schema)
                     stream.write_table(table)
                     _update(hashes, table)
                     bar.update(len(table))
@@ -226,7 +218,7 @@ def write_packs(
             shards=tuple(shards),
             images=images,
         )
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, **manifest.values()}, indent=1)
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(manifest)}, indent=1)
         (aside / _MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
 
@@ -249,26 +241,16 @@ def _check_tokens(documents: datasets.Dataset) -> None:
         row += len(table)
 
 
-def _with_boundaries(table: pa.Table) -> pa.Table:
-    """The table with `cu_lengths` and `max_length` instead of `seq_lengths`, in the order of `_schema`."""
+def _with_boundaries(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with `cu_lengths` and `max_length` instead of `seq_lengths`."""
     import pyarrow as pa
 
-    column = table["seq_lengths"].combine_chunks()
-    lengths, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-    starts = offsets + np.arange(len(offsets))  # in cu, where a row has one number more
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    cu = np.zeros(starts[-1], np.int32)
-    tokens_before = np.repeat(ends[offsets[:-1]], np.diff(offsets))  # before the row of each document
-    cu[np.delete(np.arange(len(cu)), starts[:-1])] = ends[1:] - tokens_before
-    columns = {
-        "input_ids": table["input_ids"],
-        "labels": table["labels"],
-        "cu_lengths": pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(cu)),
-        "max_length": np.maximum.reduceat(lengths, offsets[:-1]),
+    lengths = table["seq_lengths"].to_pylist()
+    columns = {name: table[name] for name in table.schema.names} | {
+        "cu_lengths": [np.cumsum([0, *of_row]) for of_row in lengths],
+        "max_length": [max(of_row) for of_row in lengths],
     }
-    if IMAGES in table.schema.names:
-        columns[IMAGES] = table[IMAGES]
-    return pa.table(columns)
+    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
 
 
 def _update(hashes: dict[str, Any], table: pa.Table) -> None:

@@ -108,9 +108,8 @@ class PackedSampler:
                 "each; set drop_last=False, or use fewer ranks"
             )
         self.epoch = 0
-        self._base = 0  # rows of this epoch that were done before the windows begin
-        self._start = 0  # rows of this rank since then, with which iteration begins
-        self._done = 0  # rows of this rank since then that were given out last
+        self._start = 0  # rows of this rank with which iteration begins
+        self._done = 0  # rows of this rank that were given out last
 
     @property
     def window(self) -> int:
@@ -121,7 +120,7 @@ class PackedSampler:
         """Start an epoch at its first row; an epoch that was resumed keeps its position."""
         require_whole("epoch", epoch, 0)
         if epoch != self.epoch:
-            self.epoch, self._base, self._start, self._done = int(epoch), 0, 0, 0
+            self.epoch, self._start, self._done = int(epoch), 0, 0
 
     def global_order(self) -> np.ndarray:
         """`[rows]` int64: all rows in the order of this epoch, the same for any number of ranks."""
@@ -138,7 +137,7 @@ class PackedSampler:
         An iterator that is left halfway has no effect on the next one.
         """
         if self._start >= len(self):
-            self._base = self._start = 0
+            self._start = 0
         self._done = self._start
         rows = self.assignment()[self.rank, self._start :].tolist()
         for done, row in enumerate(rows, self._start + 1):
@@ -185,45 +184,28 @@ class PackedSampler:
         """The position in this epoch.
 
         Args:
-            rows_done: rows of this rank that training has seen since the epoch began, or since it was
-                resumed with another number of ranks. The default is the rows given out, some of which a
-                loader that reads ahead has not passed on yet.
+            rows_done: rows of this rank that training has seen in this epoch. The default is the rows given
+                out, some of which a loader that reads ahead has not passed on yet.
         """
-        return {
-            "epoch": self.epoch,
-            "base": self._base,
-            "done": self._done if rows_done is None else int(rows_done),
-            "settings": self._settings(),
-            "world_size": self.world_size,
-            "rows_per_rank": self.rows_per_rank,
-        }
+        done = self._done if rows_done is None else int(rows_done)
+        return {"epoch": self.epoch, "done": done, "settings": self._settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken; on another number of ranks, from the same global row.
-
-        Raises:
-            InputError: the state belongs to other rows or another order, or the number of ranks changed
-                inside a window.
-        """
+        """Go on exactly where `state_dict` was taken; a state of other rows, order or ranks is refused."""
+        of_state = {**state, **state["settings"]}  # 0.2.0 kept the number of ranks beside the settings
         for name, value in self._settings().items():
-            if (saved := state.get("settings", {}).get(name)) != value:
+            if (saved := of_state.get(name)) != value:
                 raise InputError(
                     f"the sampler was saved with {name}={saved!r} and this one has {value!r}; "
                     "make it with the same rows and arguments"
                 )
-        base, done = state["base"], state["done"]
-        if (state["world_size"], state["rows_per_rank"]) != (self.world_size, self.rows_per_rank):
-            if done % state["rows_per_rank"]:
-                raise InputError(
-                    f"the sampler was saved after {done} rows of a rank, inside a window of "
-                    f"{state['rows_per_rank']}; go on with {state['world_size']} ranks, or save at an update"
-                )
-            base, done = base + done * state["world_size"], 0
-        self.epoch, self._base, self._start, self._done = state["epoch"], base, done, done
+        self.epoch, self._start, self._done = state["epoch"], state["done"], state["done"]
 
     def _settings(self) -> dict[str, object]:
         costs = (self.tokens, self.squares, *(() if self.vision is None else (self.vision,)))
         return {
+            "world_size": self.world_size,
+            "rows_per_rank": self.rows_per_rank,
             "rows": len(self.cost),
             "tokens": int(self.tokens.sum()),
             "lengths": hashlib.sha256(b"".join(each.tobytes() for each in costs)).hexdigest()[:16],
@@ -235,27 +217,20 @@ class PackedSampler:
 
     def _windows(self) -> list[np.ndarray]:
         order = self.global_order()
-        rest = order[self._base :]
         if self.drop_last:
-            rest = rest[: len(rest) // self.window * self.window]
-        elif self.world_size > 1 and (missing := -len(rest) % (self.world_size * self.batch_size)):
-            rest = np.concatenate([rest, np.resize(order, missing)])
-        return [rest[start : start + self.window] for start in range(0, len(rest), self.window)]
+            order = order[: len(order) // self.window * self.window]
+        elif self.world_size > 1 and (missing := -len(order) % (self.world_size * self.batch_size)):
+            order = np.concatenate([order, np.resize(order, missing)])
+        return [order[start : start + self.window] for start in range(0, len(order), self.window)]
 
 
 def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """`[rows]` int64 each: the tokens, and the sum of squared document lengths."""
-    try:
-        rows = list(seq_lengths)
-        sizes = list(map(len, rows))
-        lengths = as_lengths(list(chain.from_iterable(rows))).astype(np.int64)
-    except TypeError:
-        sizes = []
+    sizes = list(map(len, seq_lengths))
+    lengths = as_lengths(list(chain.from_iterable(seq_lengths))).astype(np.int64)
     if not sizes or min(sizes) == 0 or not lengths.any():
-        raise InputError(
-            f"seq_lengths are {reprlib.repr(seq_lengths)}; give the document lengths of every row, such as "
-            "[[5, 3], [8]]"
-        )
+        shown = reprlib.repr(seq_lengths)
+        raise InputError(f"seq_lengths are {shown}; give the document lengths of every row, as [[5, 3], [8]]")
     starts = np.cumsum([0, *sizes[:-1]])
     return np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts)
 

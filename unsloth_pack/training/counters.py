@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +38,30 @@ class TokenCounts:
     """Counts seconds and tokens of training; a resumed run goes on from the counts in its checkpoint."""
 
     def __init__(self) -> None:
-        self._before = TokenCounter()  # by processes that have ended
+        self._seconds = 0.0  # until training was started last
         self._started: float | None = None
-        self._tokens: Count = 0  # these since then, in all processes
-        self._slots: Count = 0
-        self._counted: Count = 0
+        self._sums: dict[str, Count] = {"tokens": 0, "slots": 0, "counted": 0}
         self.broken_images = 0  # that this process has met
 
     @property
     def trained(self) -> TokenCounter:
         """Return the counts over all processes, and all resumptions."""
-        slots, counted = self._before.slots + int(self._slots), self._before.counted + int(self._counted)
-        return TokenCounter(self._seconds(), int(self.tokens), slots, counted)
+        since = 0.0 if self._started is None else time.monotonic() - self._started
+        return TokenCounter(self._seconds + since, **{name: int(n) for name, n in self._sums.items()})
 
     @property
     def tokens(self) -> Count:
         """Return the tokens of `trained`, perhaps on the device."""
-        return self._before.tokens + self._tokens
-
-    def _seconds(self) -> float:
-        return self._before.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+        return self._sums["tokens"]
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count the time inside this context."""
-        self._started = time.monotonic()
+        started = self._started = time.monotonic()
         try:
             yield
         finally:
-            self._before, self._started = replace(self._before, seconds=self._seconds()), None
+            self._seconds, self._started = self._seconds + time.monotonic() - started, None
 
     def add(self, batches: Sequence[dict[str, Any]], counted: Count | None, accelerator: Accelerator) -> None:
         """Add the micro-batches of an update, in all processes; `counted` is None where it is not known."""
@@ -82,8 +77,8 @@ class TokenCounts:
                 for x in (tokens, slots)
             ]
             tokens, slots = accelerator.reduce(torch.stack(both))
-        self._tokens, self._slots = self._tokens + tokens, self._slots + slots
-        self._counted = self._counted + (0 if counted is None else counted)
+        counts = {"tokens": tokens, "slots": slots, "counted": 0 if counted is None else counted}
+        self._sums = {name: self._sums[name] + count for name, count in counts.items()}
 
     def save(self, checkpoint: Path) -> None:
         """Write the counts into a checkpoint."""
@@ -91,7 +86,8 @@ class TokenCounts:
 
     def load(self, checkpoint: Path) -> None:
         """Go on from the counts in a checkpoint."""
-        self._before = TokenCounter(**json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8")))
+        self._sums = json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8"))
+        self._seconds = float(self._sums.pop("seconds"))
 
 
 class MemoryWatch:

@@ -75,7 +75,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
         self.decoders = decoders
         self.error: InputError | None = None  # why no rows come after those that are ready
-        self._packer = PackingStream(
+        self._file = STREAM_FILES.replace("*", str(share.number))  # of this process, in a checkpoint
+        self.packer = PackingStream(
             capacity,
             _BUFFER,
             seed=seed,
@@ -85,15 +86,6 @@ class RowStream(IterableDataset[dict[str, Any]]):
         self._last = self._stand(0, Place(), SpanCounts())
         self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
 
-    @property
-    def capacity(self) -> int:
-        return self._packer.capacity
-
-    @property
-    def waiting_at_most(self) -> tuple[int, int | None]:
-        """Return how many documents and tokens wait at most."""
-        return self._packer.buffer_size, self._packer.buffer_tokens
-
     def has_failed(self) -> bool:
         return self.error is not None
 
@@ -102,18 +94,18 @@ class RowStream(IterableDataset[dict[str, Any]]):
         blocks = self._blocks()
         tally, place, rows = self._last.tally, self._last.place, self._last.rows
         while True:
-            while self._packer.ready < self.ahead and self.error is None:
+            while self.packer.ready < self.ahead and self.error is None:
                 try:
                     block = next(blocks)
                 except InputError as error:
                     self.error = error
                     break
                 for document in block.documents():
-                    self._packer.push(document)
+                    self.packer.push(document)
                 if block.ends_pass:
-                    self._packer.finish()
+                    self.packer.finish()
                 tally, place = tally + block.tally.coarse(), block.end
-            row = self._packer.pop()
+            row = self.packer.pop()
             if row is None:
                 raise RunStopped(str(self.error)) from self.error
             rows += 1
@@ -147,24 +139,24 @@ class RowStream(IterableDataset[dict[str, Any]]):
             "tally": {"sums": stand.tally.sums, "lengths": list(stand.tally.lengths.items())},
             "packer": state,
         }
-        save_file(tensors, checkpoint / state_file(self.share.number), {"stream": json.dumps(about)})
+        save_file(tensors, checkpoint / self._file, {"stream": json.dumps(about)})
 
     def load(self, checkpoint: Path) -> None:
         """Go on where a stream stood when it was saved, or refuse a file of a stream of other arguments."""
-        path = checkpoint / state_file(self.share.number)
+        path = checkpoint / self._file
         with safe_open(path, "np") as file:
             about = json.loads(file.metadata()["stream"])
             tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
         if about["version"] != _VERSION:
             raise InputError(f"{path}: of another release (version {about['version']}); start anew")
         groups = _grouped(tensors)
-        self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
+        self.packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = SpanCounts(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
         self._last = self._stand(about["rows"], Place(**about["place"]), tally)
         self._stands.append(self._last)
 
     def _stand(self, rows: int, place: Place, tally: SpanCounts) -> Stand:
-        return Stand(rows, place, tally, self._packer.state_dict())
+        return Stand(rows, place, tally, self.packer.state_dict())
 
     def _blocks(self) -> Iterator[DocumentBlock]:
         source = _Blocks(self.documents, self._last.place, self.share)
@@ -196,11 +188,6 @@ class RowStream(IterableDataset[dict[str, Any]]):
         finally:
             atexit.unregister(stop)
             stop()
-
-
-def state_file(process: int) -> str:
-    """Name the file of a checkpoint for the stream of a process."""
-    return STREAM_FILES.replace("*", str(process))
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,9 @@ from unsloth_pack.patching.patch import patch_of
 def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arguments: Any) -> SFTConfig:
     """Make TRL's configuration for rows that are already tokenised, cut and perhaps packed.
 
-    Args:
-        padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
-        dtype: of the model's weights; mixed precision follows it on CUDA.
-        arguments: of transformers' `TrainingArguments`.
-
-    Raises:
-        InputError: what TRL or transformers refuse.
+    `padding_free` joins a batch into one row, in which no document sees another; packed rows need it. `dtype`
+    is that of the model's weights, which mixed precision follows on CUDA. Raises InputError for what TRL or
+    transformers refuse.
     """
     on_gpu = torch.cuda.is_available()
     if not on_gpu and _loss_needs_cuda():
