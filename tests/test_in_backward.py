@@ -2,13 +2,10 @@
 
 import copy
 import io
-import weakref
 
 import pytest
 import torch
 from tiny import random_documents, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import Adafactor
 
@@ -21,8 +18,6 @@ OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True),
     "adafactor": lambda groups: Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False),
 }
 
@@ -76,8 +71,9 @@ def falling(optimizer):
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "tied"), [("adamw", True), ("fused adamw", False), ("momentum", False), ("adafactor", True)]
+)
 def test_updates_in_the_backward_pass_are_those_after_it(optimizer, tied, device):
     models = [made(device=device, optimizer=optimizer, tie_word_embeddings=tied) for _ in range(2)]
     norms = [
@@ -112,55 +108,20 @@ def test_moments_in_8_bits_are_those_of_updates_after_the_backward_pass(device):
     assert torch.uint8 in moments.values()
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside this context held at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.most, self._seen = 0, 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves([args, kwargs]) if torch.is_tensor(x)}
-        for tensor in filter(torch.is_tensor, tree_leaves(made)):
-            if tensor.untyped_storage().data_ptr() not in given:  # changed in place, or a view
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage):
-        key = storage.data_ptr()
-        if key in self._seen or not storage.nbytes():
-            return
-        self._seen.add(key)
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key, size):
-        self._seen.discard(key)
-        self.now -= size
-
-
 @pytest.mark.parametrize("masters", [False, True])
 def test_the_gradients_are_never_there_together(masters):
-    """Of a model whose layers are most of it the backward pass holds about one layer's gradients."""
-    peaks = []
-    for in_backward in (False, True):
-        model, optimizer = made("llama", torch.bfloat16, num_hidden_layers=12)
-        if masters:
-            optimizer = CpuMasterWeights(optimizer)
-        train(model, optimizer, 1, in_backward)  # makes the optimizer's state
-        loss, as_they_come = loss_of(model, 1), InBackward(optimizer)
-        if in_backward:
-            as_they_come.begin(loss)
-        with LiveBytes() as live:
-            loss.backward()
-        as_they_come.end()
-        peaks.append(live.most)
-    n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    of_a_layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
-    assert peaks[0] > n_bytes > 6 * of_a_layer
-    assert peaks[0] - peaks[1] > n_bytes - 3 * of_a_layer - model.lm_head.weight.nbytes
+    model, optimizer = made("llama", torch.bfloat16)
+    if masters:
+        optimizer = CpuMasterWeights(optimizer)
+    weights, together = [*model.parameters()], []
+    loss, as_they_come = loss_of(model, 1), InBackward(optimizer)
+    as_they_come.begin(loss)
+    for weight in weights:
+        weight.register_hook(lambda _: together.append(sum(w.grad is not None for w in weights)))
+    loss.backward()
+    as_they_come.end()
+    assert len(together) == len(weights) > 20
+    assert max(together) <= 3  # of those that one node of autograd makes
 
 
 def test_nothing_is_applied_after_a_loss_that_is_not_finite():
@@ -216,8 +177,7 @@ def with_masters(optimizer="adamw", device="cpu", seeds=0, updates=3, in_backwar
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw", "momentum"])
+@pytest.mark.parametrize(("optimizer", "in_backward"), [("adamw", True), ("momentum", False)])
 def test_masters_are_what_float32_weights_would_be(optimizer, in_backward, device):
     """Of the same gradients, an ordinary optimizer makes the same float32 weights, bit for bit."""
     model, own = made("llama", torch.bfloat16, device, optimizer)

@@ -8,7 +8,7 @@ from tiny import tiny_model
 from torch.utils.data import Dataset as OfTorch
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-from unsloth_pack.patching.trainer_hooks import PatchedTraining, RowCollator
+from unsloth_pack.patching.trainer_hooks import PatchedTraining
 
 
 class Watch(TrainerCallback):
@@ -64,12 +64,6 @@ def test_the_same_batches_are_made_earlier(accumulation, tmp_path, monkeypatch):
     assert ahead[len(ahead) // 2 - 1] == ahead[-1] == 0  # there is nothing more in an epoch
 
 
-def test_nothing_is_made_for_an_update_that_never_comes(tmp_path):
-    watch = watched(trainer_of(tmp_path, max_steps=3))
-    assert len(watch.trained) == 3
-    assert watch.made_before == [3, 4, 4]  # accelerate's own is made when a batch is taken
-
-
 def test_a_row_that_cannot_be_read_costs_no_update_before_it(tmp_path):
     trainer = trainer_of(tmp_path)
     watch, collate = Watch(trainer), trainer.data_collator
@@ -92,24 +86,6 @@ def test_a_run_that_is_resumed_trains_on_the_same_rows(tmp_path):
     trainer_of(tmp_path / "half", max_steps=3, **options).train()
     resumed = watched(trainer_of(tmp_path / "half", max_steps=6, **options), resume_from_checkpoint=True)
     assert resumed.trained == whole.trained[3:]
-
-
-@pytest.mark.parametrize("is_users", [False, True])
-def test_rows_are_described_where_they_lie(is_users, tmp_path):
-    """TRL's trainer hands on what its loader has described; a collator of a user's is left alone."""
-    seen = []
-
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, train_dataloader=None, **_):
-            seen.append(train_dataloader.base_dataloader.collate_fn)
-
-    trainer = trainer_of(tmp_path, max_steps=1)
-    trls = trainer.data_collator
-    own = trainer.data_collator = (lambda examples: trls(examples)) if is_users else trls
-    trainer.add_callback(Look())
-    trainer.train()
-    assert trainer.data_collator is own
-    assert seen == [own] if is_users else isinstance(seen[0], RowCollator) and seen[0].collate is own
 
 
 class Follows(OfTorch):

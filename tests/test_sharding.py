@@ -15,7 +15,7 @@ from unsloth_pack.memory.checkpointing import enable_checkpointing
 DOCUMENTS = random_documents(MIXED_LENGTHS)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "olmo2", "gemma4_text", "youtu"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma4_text", "youtu"])
 def test_weights_of_zero3_are_read_by_their_own_modules_alone(arch):
     model = tiny_model(arch)
     patch = patch_model(model)
@@ -86,8 +86,9 @@ def assert_same_step(ours, theirs):
     assert all(error(grads[name], grad) < 1e-5 for name, grad in their_grads.items())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "offload"])
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "phi3", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("arch", "checkpointing"), [("qwen3", False), ("phi3", True), ("gemma4_text", "offload")]
+)
 def test_fsdp2_makes_the_step_of_whole_weights(arch, checkpointing, mesh, monkeypatch, caplog):
     model = tiny_model(arch)
     patch = patch_model(model)

@@ -70,13 +70,10 @@ def in_parts(rows):
     return datasets.concatenate_datasets([rows.select(range(9)), rows.shuffle(1).select(range(20)), rows])
 
 
-KINDS = ["int8", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "large"]
+KINDS = ["uint8", "int64", "large"]
 VIEWS = {
     "filtered": lambda rows: rows.filter(lambda row: len(row["input_ids"]) % 2),
     "in parts": in_parts,
-    "sorted": lambda rows: rows.add_column("at", range(len(rows), 0, -1)).sort("at").remove_columns("at"),
-    "split": lambda rows: rows.train_test_split(0.3, seed=0)["test"],
-    "repeated": lambda rows: rows.repeat(2),
     "for torch": lambda rows: rows.select(range(5, 40)).with_format("torch"),
     "for numpy": lambda rows: rows.shard(3, 1).with_format("numpy", columns=["input_ids"]),
 }

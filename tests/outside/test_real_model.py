@@ -118,15 +118,6 @@ def losses(lines):
     return {name: [line[name] for line in lines if name in line] for name in ("loss", "eval_loss")}
 
 
-def test_stats_count_what_is_trained(smollm, project, packed, capsys):
-    given = [f"--dataset={project / 'train.jsonl'}", f"--model_name={smollm}", "--max_seq_length=1024"]
-    capsys.readouterr()
-    assert main(["stats", *given, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["count"], report["tokens"]) == (N_TRAINED, sum(len(ids) for ids, _ in packed["train"]))
-    assert [forecast["packs"] for forecast in report["forecasts"]] == [1]
-
-
 def test_the_end_of_an_answer_is_trained_although_it_pads(smollm, packed):
     tokenizer = AutoTokenizer.from_pretrained(smollm)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -208,10 +199,3 @@ def test_answers_end_and_merging_changes_none(smollm, run, capsys):
         expected, got = adapted(**ids).logits, merged.float()(**ids).logits
         plain = adapted.merge_and_unload().to(merged.config.dtype).float()(**ids).logits
     assert (got - expected).norm() <= 1.05 * (plain - expected).norm()  # of rounding to 16 bits
-
-
-def test_verify_passes_and_shows_its_progress(smollm, capsys):
-    assert main(["verify", f"--model_name={smollm}", "--dtype=float32"]) == 0
-    shown = capsys.readouterr()
-    assert "all checks passed" in shown.out
-    assert "verifying: document " in shown.err

@@ -47,15 +47,6 @@ def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, batch_size
         assert seen.sum() == -(-len(rows) // together) * together
 
 
-def test_fewer_rows_than_ranks():
-    taken = np.concatenate([list(sampler) for sampler in samplers([[1], [2], [3]], 8)])
-    assert len(taken) == 8
-    assert set(taken) == {0, 1, 2}
-    with pytest.raises(InputError, match="3 rows do not fill a window of 8 ranks with 1 rows each"):
-        PackedSampler([[1], [2], [3]], 8, drop_last=True)
-    assert len(PackedSampler([[1], [2], [3]], 3, drop_last=True)) == 1
-
-
 def test_the_global_order_is_the_same_for_any_number_of_ranks(rows):
     order = PackedSampler(rows, seed=7).global_order()
     assert sorted(order.tolist()) == list(range(len(rows)))

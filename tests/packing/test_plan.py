@@ -76,13 +76,6 @@ def test_no_documents(lengths, strategy):
     assert plan.bins == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_length_one_and_length_of_the_capacity(strategy):
-    assert plan_packs([1], 1, strategy).bins == [[0]]
-    assert plan_packs([4, 4], 4, strategy).bins == [[0], [1]]
-    assert sorted(map(len, plan_packs([1] * 7 + [4], 4, strategy).bins)) == [1, 3, 4]
-
-
 @table(
     ("lengths", "says"),
     [

@@ -70,20 +70,6 @@ def test_nothing_is_lost_split_or_overfull(strategy):
 # ---- when packs go out
 
 
-def test_underfilled_groups_wait_for_the_next_buffer():
-    stream = PackingStream(10, buffer_size=4, min_fill_ratio=0.7, seed=None)
-    for length in (10, 4, 10, 10):
-        stream.push([0] * length)
-    assert [stream.pop()["seq_lengths"] for _ in range(2)] == [[10], [10]]
-    assert stream.pop() is None  # 4 is not full enough, and the last 10 is the newest
-    assert stream.waiting == 2
-    for length in (6, 1):
-        stream.push([0] * length)
-    assert stream.pop()["seq_lengths"] == [10]
-    assert stream.pop()["seq_lengths"] == [4, 6]
-    assert stream.pop() is None
-
-
 def test_the_ratio_itself_is_full_enough():
     stream = PackingStream(100, buffer_size=2, min_fill_ratio=0.29, seed=None)
     stream.push([0] * 29)
@@ -236,15 +222,6 @@ def test_atomic_over_full_raises_until_packs_are_taken():
     assert stream.pop()["seq_lengths"] == [5]
     stream.push([0] * 5)
     assert stream.waiting == 3
-
-
-@pytest.mark.parametrize(
-    ("lengths", "out", "leftover"), [([6, 5, 1], [[6]], 2), ([6, 5, 2], [[6], [5, 2]], 0)]
-)
-def test_atomic_drops_and_counts_the_end(lengths, out, leftover):
-    stream = PackingStream(10, atomic=True)
-    assert lengths_out(stream, lengths) == out
-    assert stream.counts.leftover_documents == leftover
 
 
 # ---- bad input
