@@ -50,7 +50,6 @@ def test_the_kernels_of_the_head_compile_for_hopper(tmp_path):
 ATTENTION = """
 host = kernels = import_module("unsloth_pack.kernels.attention")
 HOPPER = sys.argv[1] == "Hopper"
-ONE_OF_EACH = sys.argv[2:] == ["one of each"]
 NO_POINTERS = dict.fromkeys(("n_segments", "window"), "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
 NO_POINTERS["part_elements"] = "i64"
 EXACT = {"shift": "*fp32", "norm": "*fp32", "delta": "*fp32", "cu_seqlens": "*i32"}
@@ -82,35 +81,30 @@ for (size, head_dim), by_memory in host.TILES.items():
     if HOPPER and size == 4:
         continue  # the same tiles as for less shared memory
     memory, tiles = [*by_memory.items()][0 if HOPPER else -1]
-    some = [(True, True, 2, 2)]
-    if ONE_OF_EACH and head_dim != 64:
+    if sys.argv[2:] and head_dim != int(sys.argv[2]):
         continue
-    if HOPPER and head_dim == 64 and not ONE_OF_EACH:
-        some += [(False, False, 7, 7), (False, False, 7, 1), (True, False, 2, 2), (False, True, 1, 1)]
-        some += [(False, True, 8, 8, "sinks")]
-    for flags in some:
-        compile(kernels.forward_kernel, tiles.forward, size, head_dim, memory, flags)
-        compile(kernels.q_gradient_kernel, tiles.q_gradient, size, head_dim, memory, flags)
-        launches = [(tiles.kv_gradient, ())]
-        if tiles.v_gradient is not None:
-            launches = [(tiles.kv_gradient, ("gv",)), (tiles.v_gradient, ("gk",))]
-        for tile, none in launches:
-            compile(kernels.kv_gradient_kernel, tile, size, head_dim, memory, flags, none)
+    flags = (True, True, 2, 2) if head_dim != 64 else (False, True, 8, 8, "sinks")
+    compile(kernels.forward_kernel, tiles.forward, size, head_dim, memory, flags)
+    compile(kernels.q_gradient_kernel, tiles.q_gradient, size, head_dim, memory, flags)
+    launches = [(tiles.kv_gradient, ())]
+    if tiles.v_gradient is not None:
+        launches = [(tiles.kv_gradient, ("gv",)), (tiles.v_gradient, ("gk",))]
+    for tile, none in launches:
+        compile(kernels.kv_gradient_kernel, tile, size, head_dim, memory, flags, none)
 """
 
 
-def test_each_kernel_of_attention_compiles_for_hopper(tmp_path):
-    assert compiled(ATTENTION, tmp_path, "Hopper", "one of each").count("compiled") == 3
-
-
-@pytest.mark.nightly
-def test_the_kernels_of_attention_compile_for_hopper(tmp_path):
-    assert compiled(ATTENTION, tmp_path, "Hopper").count("compiled") == 3 * (6 + 2) + 1
-
-
-@pytest.mark.nightly
-def test_the_kernels_of_attention_compile_for_less_shared_memory(tmp_path):
-    assert compiled(ATTENTION, tmp_path, "Ada").count("compiled") == 3 * 6
+@pytest.mark.parametrize(
+    ("arguments", "n"),
+    [
+        (("Hopper", "64"), 3),
+        pytest.param(("Hopper",), 3 + 3 + 4, marks=pytest.mark.nightly),
+        pytest.param(("Ada",), 3 * 6, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_the_kernels_of_attention_compile_and_fit(arguments, n, tmp_path):
+    assert compiled(ATTENTION, tmp_path, *arguments).count("compiled") == n
 
 
 OF_WEIGHTS = """

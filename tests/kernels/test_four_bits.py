@@ -26,8 +26,8 @@ def quantised(n_elements, block, dtype, nested):
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("n_blocks", "block"), [(1, 64), (7, 64), (300, 64), (64, 32), (9, 128), (3, 4096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n_blocks", "block"), [(1, 64), (300, 64), (64, 32), (3, 4096)])
 def test_the_same_bits_as_by_bitsandbytes(n_blocks, block, dtype, nested):
     given, expected = quantised(n_blocks * block, block, dtype, nested)
     assert torch.equal(dequantize_4bit(*given), expected)

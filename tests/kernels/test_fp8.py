@@ -44,20 +44,8 @@ def test_parts_side_by_side_share_a_scale(widths, is_scaled):
 
 
 @needs_fp8
-@pytest.mark.parametrize("widths", [(200,), (48, 152), (64, 16, 100)], ids=str)
-def test_the_kernel_gives_the_reference(widths):
-    parts = [torch.randn(9, width, device=DEVICE) for width in widths]
-    for column_scales in (None, [torch.rand(width, 1, device=DEVICE) + 0.1 for width in widths]):
-        values, scale = reference.quantize_rows(*parts, column_scales=column_scales)
-        rows = quantize_rows(*parts, column_scales=column_scales)
-        torch.testing.assert_close(rows.scale, scale, rtol=1e-6, atol=0)
-        same = (rows.values.float() == values.float()).float().mean()
-        assert same > 0.99  # a quotient on the edge of two values may fall to either side
-
-
-@needs_fp8
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (3, 1000), (33, 4096), (70, 520)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 1000), (70, 520)], ids=str)
 def test_what_they_stand_for_is_rounded_once(shape, dtype):
     rows = quantize_rows(
         torch.randn(shape, device=DEVICE) * torch.logspace(-3, 3, shape[0], device=DEVICE)[:, None]
@@ -95,12 +83,8 @@ def _rows(n, c):
     return torch.randn(n, c).to(DEVICE, torch.bfloat16)
 
 
-def _error(out, exact):
-    return (out.double() - exact).norm() / exact.norm()
-
-
 def _close_for_bfloat16(out, exact, slack=0.01):
-    assert _error(out, exact) < slack
+    assert (out.double() - exact).norm() < slack * exact.norm()
 
 
 @needs_fp8

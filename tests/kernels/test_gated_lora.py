@@ -6,7 +6,6 @@ The yardstick is what plain torch computes in the same dtypes: the adapter's par
 import pytest
 import torch
 import torch.nn.functional as F
-from every_day import combinations
 from exactness import DEVICE
 from interpreter import sum_in_one_order
 from torch import Tensor
@@ -122,12 +121,7 @@ def in_one_order(as_hardware, monkeypatch):
 # The rows are in two runs of eight tiles, and two tiles hold the columns.
 @pytest.mark.parametrize(
     ("rank", "dtype", "activation"),
-    combinations(
-        (1, 8, 16, 32, 64, 100),
-        (BF16, FP16, FP32),
-        ("silu", "gelu_tanh"),
-        daily=[(1, BF16, "gelu_tanh"), (100, FP32, "silu")],
-    ),
+    [(1, BF16, "gelu_tanh"), (16, FP16, "silu"), (64, BF16, "silu"), (100, FP32, "silu")],
 )
 def test_no_less_exact_than_a_gemm_of_its_own(dtype, rank, activation, in_one_order):
     n, f = 135, 72
@@ -138,9 +132,7 @@ def test_no_less_exact_than_a_gemm_of_its_own(dtype, rank, activation, in_one_or
     check_without_parts(gate, up, g_out, activation)
 
 
-@pytest.mark.parametrize(
-    ("n", "f"), combinations((1, 63, 64, 65), (1, 8, 63, 65, 130), daily=[(1, 1), (64, 8), (63, 65)])
-)
+@pytest.mark.parametrize(("n", "f"), [(1, 1), (64, 8), (63, 65)])
 def test_ragged_shapes(n, f):
     gate, up, g_out = (rand(n, f) for _ in range(3))
     parts = [part(n, f, rank, padding=7) for rank in (3, 20, 5)]
@@ -160,12 +152,6 @@ def test_halves_of_a_joined_projection_and_a_transposed_factor():
     for x, y in zip((product, gate, up), expected, strict=True):
         assert torch.equal(x, y)
     check(*(x.contiguous() for x in rand(n, 2 * f).chunk(2, dim=-1)), g_out, "silu", parts)
-
-
-def test_gradients_are_not_written_over_each_other():
-    x = torch.ones(5, 8)
-    with pytest.raises(ValueError, match=r"g_up has strides \[0, 1\]"):
-        gated_lora_backward_(x, None, x, None, x, None, "silu", x.clone(), torch.ones(1, 8).expand(5, 8))
 
 
 @pytest.mark.gpu

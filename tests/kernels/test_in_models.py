@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from every_day import combinations
 from tiny import error, random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model, verify
@@ -12,25 +11,8 @@ from unsloth_pack import patch_model, verify
 LENGTHS = [3, 1, 12]
 
 
-DAILY = {  # under the interpreter a case takes up to half a minute
-    ("gemma3_text", torch.float32),
-    ("phi3", torch.bfloat16),
-    ("apertus", torch.bfloat16),
-}
-CASES = [
-    pytest.param(arch, dtype, marks=[] if (arch, dtype) in DAILY else [pytest.mark.nightly])
-    for arch in (
-        "qwen3",
-        "gemma3_text",
-        "olmo2",
-        "phi3",
-        "apertus",
-        "qwen3_moe",
-        "deepseek_v3",
-        "gemma4_text",
-    )
-    for dtype in (torch.float32, torch.bfloat16)
-]
+# Under the interpreter a case takes up to half a minute
+CASES = [("gemma3_text", torch.float32), ("phi3", torch.bfloat16), ("apertus", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("arch", "dtype"), CASES, ids=str)
@@ -50,16 +32,11 @@ def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
     assert ours**0.5 <= 1.5 * theirs**0.5
 
 
-@pytest.mark.parametrize(
-    ("arch", "layers", "lengths"),
-    combinations(("llama", "gemma3_text"), (1, 2), ((5, 1, 9), (9, 1, 33)), daily=[("llama", 1, (5, 1, 9))]),
-)
-def test_verify_passes_on_the_kernels(arch, layers, lengths):
+def test_verify_passes_on_the_kernels():
     """The loss and its gradients too, which a kernel makes of the row, transformers of documents alone."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"][:layers]} if "gemma3" in arch else {}
-    model = tiny_model(arch, torch.bfloat16, num_hidden_layers=layers, **kinds)
+    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=1)
     patch_model(model, "sdpa")
-    report = verify(model, documents=random_documents(lengths))
+    report = verify(model, documents=random_documents((5, 1, 9)))
     assert report.passed, str(report)
 
 

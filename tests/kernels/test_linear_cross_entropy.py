@@ -10,14 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from every_day import combinations
 from exactness import DEVICE, LAYOUTS, assert_no_sync, assert_same
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from head_cases import leaves, make, plain_logits
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, head, linear_cross_entropy
+from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 
 pytest.importorskip("triton")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -72,27 +71,8 @@ def test_no_less_exact_than_logits_of_all_rows(dtype, options, path, small_chunk
     check(*make(2, 17, 32, V=517, dtype=dtype, bias=True), **options)
 
 
-@pytest.mark.parametrize(  # all but the logits' own gradient is plain torch on both paths
-    ("path", "kind", "options", "dtype"),
-    combinations(
-        ("kernel", "plain torch"),
-        KINDS_OF_EXTRA,
-        {str(options): options for options in OPTIONS},
-        (BF16, FP32),
-        daily=[
-            *(
-                ("plain torch", kind, str(OPTIONS[3]), dtype)
-                for kind in KINDS_OF_EXTRA
-                for dtype in (BF16, FP32)
-            ),
-            *(("plain torch", kind, str(OPTIONS[0]), FP32) for kind in KINDS_OF_EXTRA),
-            ("kernel", "an adapter", str(OPTIONS[3]), BF16),
-            ("kernel", "trained tokens", str(OPTIONS[1]), FP32),
-            ("kernel", "an adapter's A alone", str(OPTIONS[2]), FP32),
-        ],
-    ),
-    indirect=["path"],
-)
+@pytest.mark.parametrize("kind", KINDS_OF_EXTRA)
+@pytest.mark.parametrize(("dtype", "options"), [(BF16, OPTIONS[3]), (FP32, OPTIONS[0])], ids=str)
 def test_what_changes_the_logits_gets_its_gradient(kind, options, dtype, path, small_chunks):
     tensors, labels = make(2, 17, 32, V=517, dtype=dtype, bias=True)
     check(tensors, labels, **options, **with_extra(kind, tensors))
@@ -100,28 +80,15 @@ def test_what_changes_the_logits_gets_its_gradient(kind, options, dtype, path, s
     check(tensors, labels, **options, extra=partial(of_leaves, kind), with_bias=True)
 
 
-@pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
-@pytest.mark.parametrize("shape", [(1, 8), (5, 16), (2, 3, 7)])
+@pytest.mark.parametrize("V", [1, 3, 257, 8193])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 7)])
 def test_ragged_shapes(shape, V, path):
     check(*make(*shape, V=V, bias=True), slack=4, softcap=4.0)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 5, 9])
+@pytest.mark.parametrize("rows", [4, 9])
 def test_chunks_of_any_number(rows, path, small_chunks):
     check(*make(rows, 16, V=300, unlabelled=0.0, bias=True))
-
-
-def test_chunks_are_even_and_within_the_budget():
-    like = torch.empty(0, dtype=BF16)
-    for V in (1, 1000, 32000, 128256, 262144):
-        most = head.max_chunk_rows(V, like)
-        assert most == 128 or most * V * 2 <= 2**28
-        for N in (0, 1, 127, 128, most, most + 1, 5 * most - 3):
-            chunks = list(head.split_evenly(N, most))
-            assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), N]
-            assert all(c.stop - c.start <= most for c in chunks)
-            assert len(chunks) == -(-N // most)
-    assert list(head.split_evenly(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -146,20 +113,7 @@ def test_logits_of_minus_infinity(path):
     assert (results[3][:8192] == 0).all()
 
 
-def test_float16_gradients_do_not_vanish(path):
-    """Divided by the number of labels first, as transformers does, most would be 0 in float16."""
-    tensors, labels = make(6, 16, V=400, dtype=FP16)
-    _, g_hidden, _ = run(linear_cross_entropy, tensors, labels, num_items=1e4)
-    exact = run(plain, leaves(tensors, FP64), labels, num_items=1e4)[1]
-    assert (g_hidden.double() - exact).norm() < 2e-3 * exact.norm()
-
-
 # Labels
-
-
-@pytest.mark.parametrize("num_items", [None, 5, 5.0, torch.tensor(5)], ids=str)
-def test_what_the_sum_is_divided_by(num_items, path):
-    check(*make(7, 16, V=40), num_items=num_items)
 
 
 def test_no_row_has_a_label(path):
@@ -209,14 +163,10 @@ def test_labels_beyond_the_head(label):
 
 
 @pytest.mark.parametrize("lay_out", LAYOUTS)
-@pytest.mark.parametrize("which", ["hidden", "weight"])
-def test_any_strides(lay_out, which, path, small_chunks):
+def test_any_strides(lay_out, path, small_chunks):
     (hidden, weight), labels = make(2, 5, 24, V=60)
     expected = run(linear_cross_entropy, [hidden, weight], labels)
-    if which == "hidden":
-        hidden = lay_out(hidden)
-    else:
-        weight = lay_out(weight.detach().view(3, 20, 24).requires_grad_()).flatten(0, 1)
+    hidden, weight = lay_out(hidden), lay_out(weight.detach().view(3, 20, 24).requires_grad_()).flatten(0, 1)
     before = [x.detach().clone() for x in (hidden, weight, labels)]
     results = run(linear_cross_entropy, [hidden, weight], labels)
     torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
@@ -254,15 +204,16 @@ def test_logits_of_all_rows_never_exist_and_are_made_once(path, small_chunks):
     assert seen.gemms == 6 * 3  # logits and both gradients of every chunk
 
 
-def test_without_a_gradient_there_is_the_loss_alone(path, small_chunks):
+@pytest.mark.parametrize("mode", ["no grad", "detached"])
+def test_without_a_gradient_there_is_the_loss_alone(mode, path, small_chunks):
     tensors, labels = make(24, 16, V=1000, unlabelled=0.0)
     expected = linear_cross_entropy(*tensors, labels)
-    for context, inputs in ((torch.no_grad(), tensors), (torch.enable_grad(), [x.detach() for x in tensors])):
-        with context, LargestAndGemms() as seen:
-            loss = linear_cross_entropy(*inputs, labels)
-        assert torch.equal(loss, expected)
-        assert not loss.requires_grad
-        assert seen.gemms == 6
+    inputs = tensors if mode == "no grad" else [x.detach() for x in tensors]
+    with torch.set_grad_enabled(mode != "no grad"), LargestAndGemms() as seen:
+        loss = linear_cross_entropy(*inputs, labels)
+    assert torch.equal(loss, expected)
+    assert not loss.requires_grad
+    assert seen.gemms == 6
 
 
 def test_autocast(path):

@@ -3,11 +3,8 @@
 Under Triton's interpreter without a GPU and on the GPU with one.
 """
 
-import itertools
-
 import pytest
 import torch
-from every_day import combinations
 from exactness import DEVICE
 from torch import Tensor
 
@@ -23,13 +20,12 @@ from unsloth_pack.kernels import (
 )
 
 pytest.importorskip("triton")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 GATES = {
     "silu": Gate("silu"),
     "gelu": Gate("gelu_tanh"),
     "limited": Gate("silu", 1.702, 0.7, 1.0, interleaved=True),
 }
-DTYPES = (BF16, FP16, FP32)
 
 
 def rand(*shape: int, dtype=FP32) -> Tensor:
@@ -75,13 +71,7 @@ def no_less_exact(results, yardsticks, truths) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gate", "in_place"),
-    combinations(
-        DTYPES,
-        GATES,
-        (False, True),
-        daily=[(BF16, "silu", False), (FP32, "gelu", True), (BF16, "limited", False)],
-    ),
+    ("dtype", "gate", "in_place"), [(BF16, "silu", False), (FP32, "gelu", True), (BF16, "limited", False)]
 )
 def test_the_weighted_product_is_no_less_exact_than_plain_torch(dtype, gate, in_place):
     S, F, E = 40, 72, 3
@@ -89,9 +79,11 @@ def test_the_weighted_product_is_no_less_exact_than_plain_torch(dtype, gate, in_
     weight = torch.rand(S, device=DEVICE)
     expert = torch.arange(S, device=DEVICE, dtype=torch.int16) % E
     part, of_g = Scaled(0.1 * low_rank, 0.25), Scaled(rand(S, F, dtype=dtype), 0.3)
-    for low, bias, of in itertools.product((None, part), (None, rand(E, 2 * F, dtype=dtype)), (None, of_g)):
-        if gate.limit is not None and (low, bias) != (None, None):
-            continue  # a sum may come near the limit
+    gate = GATES[gate]
+    cases = [(None, None, of_g)]
+    if gate.limit is None:  # a sum may come near a limit
+        cases += [(part, rand(E, 2 * F, dtype=dtype), None), (part, None, of_g)]
+    for low, bias, of in cases:
         inner = InnerSum(base.clone(), low, bias, None if bias is None else expert)
         given = InnerSum(base, *inner[1:])
         results = ours(inner, weight, gate, g, of, in_place)
@@ -101,9 +93,7 @@ def test_the_weighted_product_is_no_less_exact_than_plain_torch(dtype, gate, in_
         no_less_exact(results, plain(given, weight, gate, g, of, dtype), truths)
 
 
-@pytest.mark.parametrize(
-    ("S", "F"), combinations((0, 1, 33), (1, 8, 65, 1025), daily=[(0, 8), (1, 1), (1, 1025), (33, 65)])
-)
+@pytest.mark.parametrize(("S", "F"), [(0, 8), (1, 1), (1, 1025), (33, 65)])
 def test_ragged_shapes(S, F):
     base, g, weight = rand(S, 2 * F), rand(S, F), torch.rand(S, device=DEVICE)
     expert = torch.zeros(S, device=DEVICE, dtype=torch.int16)
@@ -126,9 +116,7 @@ def test_a_limit_stops_the_gradient_beyond_it():
     assert (g_inner == 0).tolist() == is_zero
 
 
-@pytest.mark.parametrize(
-    ("dtype", "C", "k"), combinations(DTYPES, (1, 24, 1030), (1, 3), daily=[(BF16, 1030, 3), (FP32, 24, 1)])
-)
+@pytest.mark.parametrize(("dtype", "C", "k"), [(BF16, 1030, 3), (FP32, 24, 1)])
 def test_rows_are_summed_in_their_order(dtype, C, k):
     N = 17
     y, more = rand(N * k, C, dtype=dtype), Scaled(rand(N * k, C, dtype=dtype), 0.3)
@@ -142,8 +130,8 @@ def test_rows_are_summed_in_their_order(dtype, C, k):
         assert torch.equal(got, sum_of_rows(parts, places))
 
 
-@pytest.mark.parametrize("C", [5, 1030])
-def test_what_lies_behind_the_sums_stays(C, monkeypatch):
+def test_what_lies_behind_the_sums_stays(monkeypatch):
+    C = 5
     y, places = rand(6, C), torch.tensor([[5, 0], [1, 4], [2, 3]], device=DEVICE)
     arena, new_empty = torch.full((3 * C + 2000,), 7.0, device=DEVICE), Tensor.new_empty
 
@@ -158,8 +146,8 @@ def test_what_lies_behind_the_sums_stays(C, monkeypatch):
     assert (arena[3 * C :] == 7).all()
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 9, 0], [0, 0, 0, 14], [1, 1, 11, 1], [14, 0, 0, 0]], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("counts", [[5, 0, 9, 0], [0, 0, 0, 14]], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_grouped_gemms(counts, dtype):
     n_in, n_out = 16, 24
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()

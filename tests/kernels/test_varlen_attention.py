@@ -13,7 +13,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from every_day import combinations
 from exactness import DEVICE, assert_no_sync, large_buffer
 from torch import Tensor
 
@@ -25,14 +24,7 @@ TILES, Tile, Tiles = host.TILES, host.Tile, host.Tiles
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))  # many tiles of few tokens
 RAGGED = (1, 2, 0, 15, 16, 17, 0, 0, 33, 3, 0)
-OPTIONS = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "window": {"window": 7},
-    "softcap and window": {"softcap": 2.0, "window": 7},
-    "sinks": {"sinks": True},
-    "all": {"softcap": 2.0, "window": 7, "sinks": True},
-}
+ALL = {"softcap": 2.0, "window": 7, "sinks": True}
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,7 @@ def eager(q, k, v, cu_seqlens, *, scale, window=None, softcap=None, sinks=None):
     return torch.cat(outs)
 
 
-def assert_no_worse_than_eager(inputs: Inputs, lost: float = 0.0) -> None:
-    """
-    Args:
-        lost: of the truth's norm, allowed on top.
-    """
+def assert_no_worse_than_eager(inputs: Inputs) -> None:
     ours = run(inputs)
     assert [x.dtype for x in ours] == [inputs.q.dtype] * len(ours)
     truth, theirs = run(inputs, eager, torch.float64), run(inputs, eager)
@@ -102,7 +90,7 @@ def assert_no_worse_than_eager(inputs: Inputs, lost: float = 0.0) -> None:
     names = ("out", "gq", "gk", "gv", "g_sinks")
     for name, x, y, t in zip(names, ours, theirs, truth, strict=False):
         error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
-        allowed = slack * yardstick + of_g_product + lost * t.norm().item()
+        allowed = slack * yardstick + of_g_product
         assert error <= allowed, f"{name}: {error:.3e} against {yardstick:.3e} of eager"
 
 
@@ -124,55 +112,30 @@ def small_tiles(monkeypatch):
 # Numerics
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    combinations(
-        (FP32, BF16, torch.float16),
-        OPTIONS,
-        daily=[(dtype, options) for dtype in (FP32, BF16) for options in ("plain", "all")],
-    ),
-)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
 def test_no_less_exact_than_eager(dtype, options, small_tiles):
     assert_no_worse_than_eager(make(RAGGED, dtype=dtype, **options))
 
 
-@pytest.mark.parametrize("length", combinations((1, 2, 127, 128, 129), daily=[(129,)]))
-def test_one_document(length):
-    assert_no_worse_than_eager(make((length,), 2, 1, D=32, softcap=2.0))
+def test_one_document():
+    assert_no_worse_than_eager(make((129,), 2, 1, D=32, softcap=2.0))
 
 
-# Of the daily ones 2 and 50 end where a tile begins: one key less, and a whole tile is passed over
-@pytest.mark.parametrize(
-    "window", combinations((1, 2, 15, 16, 17, 40, 49, 50, 1000), daily=[(2,), (17,), (50,)])
-)
+# 2 and 50 end where a tile begins: one key less, and a whole tile is passed over
+@pytest.mark.parametrize("window", [1, 2, 17, 50, 1000])
 def test_a_window_holds_so_many_keys_with_the_querys_own(window, small_tiles):
     assert_no_worse_than_eager(make((50, 1, 16), 2, 1, window=window))
 
 
-@pytest.mark.parametrize(
-    ("heads", "lengths", "options"),
-    combinations(
-        ((1, 1), (3, 3), (3, 1), (5, 1), (7, 1), (14, 2), (8, 1), (20, 1)),
-        ((1, 18), (1, 18, 35)),
-        ("plain", "softcap and window"),
-        daily=[
-            ((7, 1), (1, 18), "plain"),
-            ((14, 2), (1, 18), "softcap and window"),
-            ((20, 1), (1, 18), "plain"),
-        ],
-    ),
-)
-def test_groups_of_heads(heads, lengths, options, small_tiles):
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (14, 2), (20, 1)])
+def test_groups_of_heads(heads, small_tiles):
     """A group of 5 or 7 does not fill a tile, one of 20 is larger than the tile would be."""
-    assert_no_worse_than_eager(make(lengths, *heads, **OPTIONS[options]))
+    assert_no_worse_than_eager(make((1, 18), *heads, softcap=2.0, window=7))
 
 
-@pytest.mark.parametrize(  # daily those with launches of their own for v, and one of float32
-    "tiles_for",
-    combinations(
-        [(*key, memory) for key in TILES for memory in TILES[key]], daily=[((2, 256, 193),), ((4, 64, 96),)]
-    ),
-)
+# Those with launches of their own for v, and one of float32
+@pytest.mark.parametrize("tiles_for", [(2, 256, 193), (4, 64, 96)], ids=str)
 def test_all_tiles(tiles_for, monkeypatch):
     *key, memory = tiles_for
     tiles = TILES[tuple(key)][memory]
@@ -185,38 +148,22 @@ def test_all_tiles(tiles_for, monkeypatch):
     assert_no_worse_than_eager(make((130, 3, 65), 2, 1, D=D, dtype=dtype, **options))
 
 
-@pytest.mark.parametrize(
-    ("enough_for", "dtype"),
-    combinations(
-        ((4, 6), (5, 3), (9, 2), (13, 1), (1000, 1)), (FP32, BF16), daily=[((5, 3), FP32), ((9, 2), BF16)]
-    ),
-)
-def test_a_group_in_parts(enough_for, dtype, small_tiles, monkeypatch):
+@pytest.mark.parametrize(("enough", "members", "dtype"), [(5, 3, FP32), (9, 2, BF16), (1000, 1, FP32)])
+def test_a_group_in_parts(enough, members, dtype, small_tiles, monkeypatch):
     """Two tiles of keys and two key heads are four programs for a whole group."""
-    enough, members = enough_for
     monkeypatch.setattr(host, "_ENOUGH_PROGRAMS", enough)
     inputs = make((5, 20, 0, 7), 12, 2, dtype=dtype, window=9, softcap=2.0)
     assert host._count_members(inputs.q, inputs.k, SMALL.kv_gradient) == members
     assert_no_worse_than_eager(inputs)
 
 
-@pytest.mark.parametrize(
-    ("heads", "height", "dtype"),
-    combinations(
-        ((6, 2), (14, 2)),
-        (-300.0, 0.0, 300.0),
-        (FP32, BF16),
-        daily=[((6, 2), 300.0, FP32), ((6, 2), -300.0, BF16)],
-    ),
-)
-def test_sinks_far_below_and_far_above_the_logits(heads, height, dtype, small_tiles):
-    inputs = make((20, 1, 30), *heads, dtype=dtype, sinks=True)
+@pytest.mark.parametrize(("height", "dtype"), [(300.0, FP32), (-300.0, BF16)])
+def test_sinks_far_below_and_far_above_the_logits(height, dtype, small_tiles):
+    inputs = make((20, 1, 30), 6, 2, dtype=dtype, sinks=True)
     assert_no_worse_than_eager(replace(inputs, sinks=inputs.sinks + height))
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), combinations((1e-3, 30.0), (FP32, BF16), daily=[(1e-3, FP32), (30.0, BF16)])
-)
+@pytest.mark.parametrize(("size", "dtype"), [(1e-3, FP32), (30.0, BF16)])
 def test_logits_far_below_and_far_above_the_softcap(size, dtype, small_tiles):
     inputs = make((20, 30), dtype=dtype, softcap=3.0)
     assert_no_worse_than_eager(replace(inputs, q=inputs.q * size))
@@ -225,7 +172,7 @@ def test_logits_far_below_and_far_above_the_softcap(size, dtype, small_tiles):
 # Documents
 
 
-@pytest.mark.parametrize("options", combinations(OPTIONS, daily=[("plain",), ("all",)]))
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
 def test_a_document_of_a_row_is_what_it_is_alone_and_its_neighbours_change_no_bit(options, small_tiles):
     inputs = make((5, 19, 0, 18, 3), 2, 1, **options)
     packed, own = run(inputs)[:4], slice(5, 24)
@@ -240,26 +187,13 @@ def test_a_document_of_a_row_is_what_it_is_alone_and_its_neighbours_change_no_bi
     assert all(x[24:42].isnan().all() for x in found)
 
 
-@pytest.mark.parametrize("window", combinations((None, 7), daily=[(7,)]))
-def test_empty_segments_change_no_bit(window, small_tiles):
-    """As a captured row has them at its end."""
-    inputs = make((5, 33, 20), window=window)
-    expected = run(inputs)
-    for lengths in ((5, 33, 20, *[0] * 20), (0, 0, 5, 0, 33, 0, 0, 20)):
-        assert_same(run(replace(inputs, lengths=lengths)), expected)
-
-
-@pytest.mark.nightly
-def test_many_short_documents(small_tiles):
-    inputs = make([1 + i % 3 for i in range(40)], 2, 1, softcap=2.0)
-    assert_no_worse_than_eager(inputs)
-
-
-@pytest.mark.parametrize("n_empty", combinations((255, 256, 600), daily=[(256,)]))
-def test_more_bounds_than_are_looked_at_at_a_time(n_empty, small_tiles):
-    """Past 256 segments the search for a tile's segment takes more than one step."""
-    inputs = make((3, *[0] * n_empty, 2, 17), 1, 1)
-    assert_same(run(inputs), run(replace(inputs, lengths=(3, 2, 17))))
+@pytest.mark.parametrize(
+    "lengths", [(5, 33, 20, *[0] * 20), (0, 0, 5, 0, 33, 0, 0, 20), (5, *[0] * 256, 33, 20)]
+)
+def test_empty_segments_change_no_bit(lengths, small_tiles):
+    """As a captured row has them at its end; past 256 of them a tile's segment takes two steps to find."""
+    inputs = make((5, 33, 20), window=7)
+    assert_same(run(replace(inputs, lengths=lengths)), run(inputs))
 
 
 # Layouts
@@ -293,12 +227,6 @@ def test_strides_past_two_to_the_31(axis, small_tiles):
     q = large_buffer(far * 2 + 1024, torch.bfloat16).as_strided(inputs.q.shape, strides, 0)
     q.copy_(inputs.q)
     assert_same(run(replace(inputs, q=q)), expected)
-
-
-# Autograd
-
-
-# Dispatch and errors
 
 
 @pytest.mark.gpu
