@@ -12,12 +12,10 @@ import late_metrics_runs as runs
 import pytest
 import torch
 from device_reads import counted_reads
-from tiny import tiny_model
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from unsloth_pack import patch_model
-from unsloth_pack.patching import deferred_logging, trainer_hooks
+from unsloth_pack.patching import trainer_hooks
 from unsloth_pack.patching.deferred_logging import LogLine
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
@@ -105,17 +103,6 @@ def test_the_log_is_that_of_sft_trainer(tmp_path):
         assert {key: our_line[key] for key in shared} == {key: their_line[key] for key in shared}
 
 
-def test_other_models_are_trained_by_trls_own_loss(tmp_path, monkeypatch):
-    """One that was never patched, and one whose patch is undone, while a third is patched."""
-    monkeypatch.setattr(deferred_logging, "default_loss", None)
-    patched, undone = runs.model(), tiny_model("qwen3")
-    patch_model(undone).undo()
-    for model in (tiny_model("qwen3"), undone):
-        runs.sft_trainer(tmp_path, True, trained=model, max_steps=1).train()
-    with pytest.raises(TypeError):
-        runs.sft_trainer(tmp_path, True, trained=patched, max_steps=1).train()
-
-
 def test_several_processes(tmp_path):
     """The rows cannot be shared out evenly: TRL leaves some of the last micro-batch out of its metrics."""
     packed, padded = {"packed": True, "logging_steps": 1}, {"packed": False, "accumulation": 2}
@@ -129,30 +116,6 @@ def test_several_processes(tmp_path):
     assert padded_log == padded_trls_own
     losses, expected = ([line["loss"] for line in lines if "loss" in line] for lines in (log, by_weight))
     assert losses == pytest.approx(expected, rel=1e-5)  # the optimizer's buffer under DDP
-
-
-class StopsAfter(TrainerCallback):
-    def __init__(self, update):
-        self.update = update
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step == self.update
-
-
-@pytest.mark.parametrize("last", [3, 5])
-def test_what_was_computed_is_counted_at_a_save_and_at_the_end(last, tmp_path, monkeypatch):
-    """Elsewhere all processes would wait for each other."""
-    steps, store = [], Trainer.store_flos
-    monkeypatch.setattr(
-        Trainer, "store_flos", lambda self: (steps.append(self.state.global_step), store(self))
-    )
-    options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    trainer = runs.run_trainer(tmp_path, True, StopsAfter(last), **options)
-    trainer.train()
-    assert set(steps) == {*range(2, last, 2), last}
-    saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-2" / "trainer_state.json"))
-    assert trainer.current_flos == 0
-    assert 0 < saved.total_flos < trainer.state.total_flos
 
 
 # Log lines
@@ -252,68 +215,6 @@ def test_an_error_does_not_take_the_line_before_with_it(make, tmp_path):
     watch.fails_after = 1
     with failed, on_a_gpu_fails(error):  # a device that has failed hides no error
         trainer.train()
-
-
-@both_trainers
-def test_a_callback_that_fails_is_called_once(make, tmp_path):
-    class Fails(Watch):
-        def on_log(self, args, state, control, **more):
-            super().on_log(args, state, control, **more)
-            raise ValueError("of the callback")
-
-    trainer = make(tmp_path, True, watch := Fails(), **EVERY_LINE)
-    with on_a_gpu_fails(ValueError("of the callback")):
-        trainer.train()
-    assert watch.events == LATE[:3]
-
-
-@both_trainers
-def test_an_interrupt_while_the_numbers_are_awaited_loses_no_line(make, tmp_path):
-    """Where the host waits most of the time."""
-    read, interrupts = LogLine.read, [KeyboardInterrupt]
-
-    def awaited(*args):
-        if interrupts:
-            raise interrupts.pop()
-        return read(*args)
-
-    trainer = make(tmp_path, True, watch := Watch(), **EVERY_LINE)
-    with patch.object(LogLine, "read", awaited), on_a_gpu_fails(KeyboardInterrupt()):
-        trainer.train()
-    assert watch.events == LATE[:3]
-
-
-@contextmanager
-def no_reads():
-    with counted_reads() as places:
-        yield
-    assert places == []
-
-
-@contextmanager
-def no_waits():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("forbidden", [no_reads, pytest.param(no_waits, marks=pytest.mark.gpu)])
-@both_trainers
-def test_no_number_is_read_while_a_line_is_made(make, forbidden, tmp_path, monkeypatch):
-    """What reads the device would wait for the update just launched."""
-    init = LogLine.__init__
-
-    def watched(self, *args):
-        with forbidden():
-            init(self, *args)
-
-    monkeypatch.setattr(LogLine, "__init__", watched)
-    trainer = make(tmp_path, False, watch := Watch(), max_steps=3, **EVERY_LINE)
-    with as_on_a_gpu():
-        trainer.train()
-    assert watch.events == LATE
 
 
 def test_a_trainer_with_a_log_and_metrics_of_its_own(tmp_path):

@@ -18,7 +18,7 @@ DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 PLACES = tuple(
     ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
 )  # where a path in backticks may begin
-OF_OTHERS = {"--shutdown-timeout", "--max-lora-rank"}  # flags of torchrun and vLLM
+OF_OTHERS = {"--shutdown-timeout", "--max-lora-rank", "--arch"}  # flags of torchrun, vLLM and the grid
 each_document = table("document", DOCUMENTS, ids=lambda path: path.name)
 
 

@@ -1,6 +1,5 @@
 """Whoever calls a patched model, the call enters one door, where its row is described and its loss chosen."""
 
-import copy
 import math
 from types import MethodType
 
@@ -12,19 +11,16 @@ from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
 from model_folder import byte_tokenizer
 from tiny import DEVICE, error, random_documents, tiny_config, tiny_model
-from torch.nn import functional as F
 from trainer_runs import PACKING, ROWS, arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.cuda_graphs.capture import DecoderState
 from unsloth_pack.cuda_graphs.step import StepGraphs
-from unsloth_pack.errors import InputError
 from unsloth_pack.losses.head import LabelledHead
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.packed_row import describe
 from unsloth_pack.patching import trainer_hooks
 from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
@@ -98,19 +94,6 @@ def test_trls_trainer_describes_a_row_once(
     trainer.train()
     assert len(described) == (0 if by_loader else 2 * len(trainer.train_dataset))
     assert trainer.state.log_history[0]["mean_token_accuracy"] >= 0
-
-
-def test_a_row_that_comes_with_the_call_is_not_described(described):
-    model = patched()
-    documents = random_documents(LENGTHS)
-    expected = model(**row(documents), packed_seq_lengths=LENGTHS)
-    known = describe.PackedRow.of_lengths(tuple(LENGTHS), torch.device("cpu"))
-    del described[:]
-    got = model(**row(documents), position_ids=positions(LENGTHS), packed_row=known)
-    assert torch.equal(got.loss, expected.loss)
-    assert described == []
-    with pytest.raises(InputError, match=r"packed_row describes \[1, 18\] tokens, the input ids are"):
-        model(**row(documents[:1]), packed_row=known)
 
 
 # What TRL asks for
@@ -196,55 +179,6 @@ def test_scores_in_float64_are_those_of_the_formulas():
     assert int(out.label_mask.sum()) == sum(LENGTHS) - len(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("lora", "is_tied"),
-    [
-        ({"modules_to_save": ["lm_head"]}, False),
-        ({"target_modules": ["q_proj", "lm_head"]}, False),
-        ({"trainable_token_indices": [3, 40, VOCABULARY - 1]}, True),
-    ],
-    ids=str,
-)
-def test_scores_of_a_head_with_an_adapter_are_those_of_its_logits(lora, is_tied):
-    """In float64, with every gradient. TRL's own head passes over an adapter on the head."""
-    options = {"lora": lora, "tie_word_embeddings": is_tied, "vocab_size": VOCABULARY}
-    model = tiny_model("qwen3", torch.float64, **options)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.requires_grad and "lora_" not in name:
-                weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
-    patch_model(model)
-    asked_by_trl(model)
-    inputs = row(random_documents(LENGTHS))
-    weights = torch.randn(2, 1, sum(LENGTHS) - 1, dtype=torch.float64, device=DEVICE)
-    asked = {**inputs, "packed_seq_lengths": LENGTHS}
-    ours, our_grads = scores_and_gradients(model, weights, **asked)
-    model.zero_grad()
-    log_p = model(input_ids=inputs["input_ids"], packed_seq_lengths=LENGTHS).logits[:, :-1].log_softmax(-1)
-    chosen = log_p.gather(-1, inputs["labels"][:, 1:, None])[..., 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    mask = ours.label_mask
-    torch.testing.assert_close(ours.log_probs, chosen * mask, rtol=1e-9, atol=1e-9)
-    (mask * (weights[0] * chosen + weights[1] * entropy)).sum().backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (name not in our_grads), name
-        if parameter.grad is not None:
-            assert error(our_grads[name], parameter.grad) < 1e-9, name
-
-
-def test_labels_that_are_shifted_already_are_scored_where_they_stand():
-    model = patched()
-    asked_by_trl(model)
-    inputs = row(random_documents(LENGTHS))
-    expected = model(**inputs, packed_seq_lengths=LENGTHS, fused_lm_head=True)
-    shifted = F.pad(inputs.pop("labels"), (0, 1), value=7)[:, 1:]
-    got = model(**inputs, shift_labels=shifted, packed_seq_lengths=LENGTHS, fused_lm_head=True)
-    assert got.log_probs.shape == (1, sum(LENGTHS))
-    assert torch.equal(got.log_probs[:, :-1], expected.log_probs)
-    assert got.log_probs[0, -1] == 0
-
-
 @pytest.mark.parametrize("why", ["float32", "adapter"])
 def test_what_only_trls_head_can_do_goes_its_way(why, described):
     model = patched()
@@ -260,16 +194,6 @@ def test_what_only_trls_head_can_do_goes_its_way(why, described):
         assert len(described) == 1
     said = patch_model(model).report.not_fused["TRL's loss"]
     assert ("float32" if why == "float32" else "Sequential") in said
-
-
-def test_scores_that_no_trainer_has_prepared_are_refused():
-    """As after a patch was undone and laid anew: the trainer's head went with it."""
-    with pytest.raises(InputError, match="no trainer prepared this model; build a new trainer"):
-        patched()(**row(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS, fused_lm_head=True)
-    model = patched()
-    asked_by_trl(model)
-    with pytest.raises(InputError, match="there are none; give labels"):
-        model(input_ids=row(random_documents(LENGTHS))["input_ids"], fused_lm_head=True)
 
 
 class CountsEverything:
@@ -330,21 +254,6 @@ def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch, no_c
     assert (model.get_decoder().recompute_plan is not None) == (mode == "auto")
 
 
-def test_grpo_gets_the_kernel(tmp_path, no_chunked_head):
-    """At its temperature, which divides the logits before and after a softcap alike."""
-    options = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
-    options |= {"num_generations": 2, "max_completion_length": 4, "temperature": 0.8, "beta": 0.1}
-    trainer = GRPOTrainer(
-        patched(),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=GRPOConfig(**arguments(tmp_path, **options)),
-        train_dataset=Dataset.from_list([{"prompt": "ab"}, {"prompt": "xyz"}]),
-        processing_class=byte_tokenizer(),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
 # Undone
 
 
@@ -385,17 +294,6 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
     assert len(described) == 2
     patch.undo()
     assert vars(base_of(model))["forward"] is its_own
-
-
-def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described, monkeypatch):
-    monkeypatch.setattr(trainer_hooks, "is_trls", lambda collate: False)  # the model describes every row
-    model = patched(adapter=False)
-    for number in range(2):
-        trainer = sft(model, tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)
-        trainer.train()
-    assert len(described) == 2
-    ids = torch.cat(random_documents([7])).to(DEVICE)[None]
-    assert model.generate(ids, max_new_tokens=2).shape == (1, 9)
 
 
 # Other forwards on the instance
@@ -444,23 +342,6 @@ def test_what_accelerate_keeps_of_a_wrapped_forward_goes_with_the_patch():
     assert torch.equal(
         extract_model_from_parallel(model, keep_fp32_wrapper=False)(input_ids=ids).logits, plain
     )
-
-
-def test_a_deep_copy_has_a_door_of_its_own():
-    model = patched(adapter=False)
-    asked_by_trl(model)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.zero_()
-    inputs = row(random_documents(LENGTHS)) | {"packed_seq_lengths": LENGTHS, "fused_lm_head": True}
-    assert torch.allclose(
-        other(**inputs).entropy[other(**inputs).label_mask], torch.tensor(float(VOCABULARY)).log()
-    )
-    assert not torch.allclose(model(**inputs).log_probs, other(**inputs).log_probs)
-    other.forward = other.forward  # what a library does that takes a wrapper off again
-    assert other(**inputs).log_probs.shape == (1, sum(LENGTHS) - 1)
-    del other.forward
-    assert other(**inputs).log_probs.shape == (1, sum(LENGTHS) - 1)
 
 
 # Models that somebody else has loaded

@@ -6,7 +6,6 @@ from tiny import tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
-from unsloth_pack.modules import ModuleWalk
 
 
 def names(model, **options):
@@ -84,31 +83,3 @@ def test_a_parameter_that_is_replaced_or_removed_is_seen_at_once():
     assert as_listed() == before | {id(norm.bias)}
     del norm.bias
     assert as_listed() == before
-
-
-def test_the_first_parameter_alone_lists_nothing(monkeypatch):
-    """PEFT asks for it once for each layer that it adapts, and each one changes the model."""
-    model = tiny_model("llama")
-    patch_model(model)
-    base, renewals, renew = model.get_base_model(), [], ModuleWalk.renew
-    monkeypatch.setattr(ModuleWalk, "renew", lambda *args: (renewals.append(args), renew(*args)))
-    for number in range(5):
-        base.model.layers[0].add_module(f"extra{number}", nn.Linear(3, 5))
-        assert next(base.parameters()) is base.model.embed_tokens.weight
-        assert next(iter(base.modules())) is base
-    assert not renewals
-    names(base)
-    assert renewals
-    renewals.clear()
-    names(base)
-    assert not renewals
-
-
-def test_the_mode_reaches_every_module():
-    model = tiny_model("llama")
-    patch_model(model)
-    layer = model.get_base_model().model.layers[1]
-    for mode in (True, False, False, True, True):
-        layer.mlp.train(not mode)
-        model.train(mode)
-        assert all(module.training is mode for module in model.modules())

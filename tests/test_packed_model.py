@@ -28,7 +28,6 @@ from transformers import (
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.labels import DeferredCheck
@@ -106,14 +105,6 @@ def test_every_description_gives_the_same_bits(arch, use_cache):
         on_device = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in description.items()}
         got = logits_of(model, documents, **on_device, use_cache=use_cache)
         assert torch.equal(got, expected), name
-
-
-@pytest.mark.parametrize("name", ["packed_seq_lengths", "position_ids"])
-def test_a_cache_that_is_empty_changes_nothing(name):
-    model, documents = patched("llama").eval(), random_documents([4, 6])
-    describe = {"packed_seq_lengths": [4, 6], "position_ids": positions_of([4, 6]).to(DEVICE)[None]}
-    got = logits_of(model, documents, **{name: describe[name]}, past_key_values=DynamicCache())
-    assert torch.equal(got, logits_of(model, documents))
 
 
 @pytest.mark.parametrize("lengths", [[20], [20, 7]])
@@ -301,20 +292,6 @@ def test_counted_labels_on_a_device_are_looked_at_on_every_step(training, on_dev
             model(input_ids=wrong, labels=wrong, **counted)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(reentrant):
-    documents = random_documents(LENGTHS)
-    plain = patched("gemma3_text", "sdpa")
-    expected = run_packed(plain, documents)
-    model = patched("gemma3_text", "sdpa")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    got = run_packed(model, documents)
-    assert torch.equal(got.logits, expected.logits)
-    for name, grad in expected.grads.items():
-        assert torch.equal(got.grads[name], grad), name
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_undo_restores_every_bit(arch):
     documents = random_documents(LENGTHS)
@@ -385,17 +362,6 @@ def test_the_report_follows_an_adapter_that_comes_after_the_patch():
     assert {*anew.report.fused} == kinds
 
 
-def test_a_deep_copy_is_patched_and_stands_alone():
-    model = patched("qwen3", "sdpa").eval()
-    documents = random_documents(LENGTHS)
-    expected = logits_of(model, documents)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(logits_of(twin, documents), expected)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
     """Left-padded prompts and one alone, a cache, and decoding step by step.
@@ -422,17 +388,6 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
         for m in (plain, model)
     ]
     assert torch.allclose(*out, atol=1e-5)
-
-
-def test_the_positions_of_tokens_that_are_generated_are_not_looked_at(monkeypatch):
-    """Which would wait for the device."""
-    model = patched("llama").eval()
-    monkeypatch.setattr("unsloth_pack.packed_row.describe.describe_row", None)
-    token = torch.tensor([[5]], device=DEVICE)
-    model(input_ids=token, position_ids=token)
-    cache = model(input_ids=token.expand(1, 3)).past_key_values
-    drafted = {"input_ids": token.expand(1, 2), "position_ids": torch.tensor([[3, 4]], device=DEVICE)}
-    model(**drafted, past_key_values=cache)
 
 
 def test_an_attention_implementation_set_after_the_patch_is_refused():
@@ -545,46 +500,6 @@ def test_inputs_embeds_may_be_packed_too(arch):
         patch_model(model)
         out = model(inputs_embeds=row, position_ids=positions).logits[0]
     assert error(out.double(), alone.double()) < 1e-5
-
-
-def test_nothing_trained_is_no_mistake_where_embeddings_are_given(caplog):
-    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
-    model = patched("llama").requires_grad_(False)
-    embeds = model.get_input_embeddings()(ids).requires_grad_()
-    model(inputs_embeds=embeds, labels=ids, packed_seq_lengths=[4, 6]).loss.backward()
-    assert embeds.grad.any()
-    assert not caplog.messages
-    model = patched("llama").requires_grad_(False)
-    for _ in range(2):
-        model(input_ids=ids, packed_seq_lengths=[4, 6])
-    (said,) = caplog.messages
-    assert "no weight of the decoder is trained" in said
-
-
-def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
-    model, replayed = patched("llama"), []
-    decoder = model.get_decoder()
-    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
-
-    def run(*asked):
-        replayed.append(asked[-1])
-        return StepOutput(torch.zeros(1, 10, 64, device=DEVICE, dtype=DTYPE), None)
-
-    decoder.step_graphs.why_never = None
-    monkeypatch.setattr(decoder.step_graphs, "run", run)
-
-    def is_replayed(**more):
-        return not decoder(input_ids=ids, packed_seq_lengths=[4, 6], **more).last_hidden_state.any()
-
-    assert is_replayed()
-    assert model(input_ids=ids, labels=ids, packed_seq_lengths=[4, 6], return_dict=True).hidden_states is None
-    assert replayed == [False, False]
-    assert is_replayed(output_hidden_states=False, output_attentions=None)
-    assert is_replayed(output_router_logits=True)
-    assert replayed == [False, False, False, True]
-    assert not is_replayed(output_hidden_states=True, output_attentions=None)
-    decoder.config.output_hidden_states = True
-    assert not is_replayed()
 
 
 def test_the_report_says_what_was_done():

@@ -16,7 +16,7 @@ from unsloth_pack.patching.patch import patch_of
 
 SPECS = supported_architectures()
 PLAIN = ArchSpec("plain")
-NO_DIFFERENCE = {"model_type", "tiny", "stands_alone", "only", "unread"}
+NO_DIFFERENCE = {"model_type", "stands_alone", "only", "unread"}
 # tests/test_api.py, tests/test_shared_kv.py, tests/test_expert_targets.py
 TESTED_ELSEWHERE = {"projections", "norm_keeps_dtype", "refused_by_peft"}
 OF_WRAPPERS = {"placeholders", "wrapper_has_softcap"}  # tests/test_wrappers.py
@@ -134,14 +134,6 @@ def test_attention_of_remote_code_is_refused_even_with_an_inherited_forward():
     attention.__class__ = type("OwnAttention", (type(attention),), names)
     with pytest.raises(InputError, match=r"OwnAttention is the model's own code; .* without trust_remote"):
         patch_model(model)
-
-
-def test_layers_may_share_an_mlp_without_a_gate():
-    model = tiny_model("arcee", device="cpu").get_base_model()
-    model.model.layers[1].mlp = model.model.layers[0].mlp
-    patch = patch_model(model)
-    assert patch.report.fused["activation"].startswith("1 of ReLUSquaredActivation")
-    patch.undo()
 
 
 def test_an_option_that_is_not_computed_is_refused():

@@ -185,27 +185,6 @@ def in_torch(monkeypatch, modeling, *names):
         yield
 
 
-def test_mamba_in_torch_takes_small_chunks_and_gives_the_same(monkeypatch):
-    """In chunks of 256 tokens, as of released models, its largest product is four times as large."""
-    documents = random_documents([150, 9, 70])
-    truth = run_alone(tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128), documents)
-    model = tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128)
-    patch_model(model).skip_probe()
-    modeling = sys.modules[type(model.get_base_model()).__module__]
-    scan, seen = modeling.mamba2_chunk_scan, []
-    monkeypatch.setattr(
-        modeling,
-        "mamba2_chunk_scan",
-        lambda *args, **given: seen.append(given["chunk_size"]) or scan(*args, **given),
-    )
-    got = run_packed(model, documents)
-    assert {*seen} == {64}
-    assert {layer.chunk_size for layer in state_layers(model)} == {128}
-    assert error(got.logits, truth.logits) < 1e-12
-    for name, grad in truth.grads.items():
-        assert error(got.grads[name], grad) < 1e-10, name
-
-
 def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
     """In training mamba_ssm's one kernel for all takes the weight of `out_proj`, without its adapter."""
     kernels.installed("granitemoehybrid")
@@ -227,31 +206,6 @@ def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
 
 
 # Which way is taken
-
-
-def test_kernels_that_run_forward_alone_are_not_taken(kernels):
-    """As flash-linear-attention's on Hopper GPUs with some releases of Triton."""
-    chunk = kernels.chunk_gated_delta_rule
-
-    class NoBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("this Triton produces incorrect results on this GPU")
-
-    @wraps(chunk)
-    def forward_alone(*args, **kwargs):
-        out, state = chunk(*args, **kwargs)
-        return NoBackward.apply(out), state
-
-    kernels.chunk_gated_delta_rule = forward_alone
-    kernels.installed("qwen3_5_text")
-    report = patch_model(tiny_model("qwen3_5_text", torch.float64, "cpu")).report
-    assert report.attn_backend.startswith(BY_DOCUMENT)
-    assert "do not run (RuntimeError: this Triton produces incorrect results" in report.attn_reason
 
 
 @pytest.mark.parametrize("arch", SMALL)
@@ -297,21 +251,6 @@ def test_outputs_and_gradients_show_kernels_that_carry_over(arch, leak, kernels)
     kernels.installed(arch)
     report = patch_model(tiny_model(arch, torch.float32, "cpu")).report
     assert "the installed kernels do not keep documents apart" in report.attn_reason
-
-
-@pytest.mark.parametrize("arch", ["granitemoehybrid", pytest.param("nemotron_h", marks=pytest.mark.nightly)])
-def test_neighbours_may_change_how_the_kernels_of_mamba_round(arch, kernels):
-    """They sum the decays of all documents: changing one changes the last bits of those behind it."""
-    kernels.sums_decays_of_all = True
-    kernels.installed(arch)
-    model = tiny_model(arch, torch.float32, "cpu")
-    report = patch_model(model).report
-    assert report.attn_backend.startswith(IN_ONE_ROW), report.attn_reason
-    report = verify(model)
-    assert report.passed, str(report)
-    assert "others move by no more than rounding does" in str(report)
-    kernels.carrying = {"mamba_chunk_scan_combined"}
-    assert_found(model)
 
 
 # Planted leaks

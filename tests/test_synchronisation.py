@@ -7,17 +7,15 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny import random_documents, tiny_model
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback
 
 import unsloth_pack
 from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.report.callbacks import StopOnSignal
 from unsloth_pack.training.trainer import make_trainer
 from unsloth_pack.training.trl_setup import row_collator, sft_config
 
@@ -142,21 +140,3 @@ def test_the_trainer_of_a_run(packed, accumulation, tmp_path):
     for at_once, late in map(at_once_and_late, counts):
         assert not at_once
         assert len(late) <= accumulation  # for how many tokens have a label
-
-
-def test_asking_other_processes_for_a_signal():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        stop, control = StopOnSignal(), TrainerControl()
-        arguments = SimpleNamespace(device=torch.device("cuda", torch.cuda.current_device()))
-        for _ in range(3):  # the first reduction makes its communicator
-            stop.on_step_end(arguments, None, control)
-        with counted_waits() as waits:
-            stop.on_step_end(arguments, None, control)
-        at_once, late = at_once_and_late(waits)
-        assert not at_once
-        assert len(late) == 1
-        assert not control.should_training_stop
-    finally:
-        torch.distributed.destroy_process_group()

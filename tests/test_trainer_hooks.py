@@ -11,8 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import random_documents, tiny_model
-from torch.optim import AdamW
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 from trl import SFTTrainer
 
@@ -125,24 +124,6 @@ def test_ways_to_end_a_patch(end):
     assert changes(before) == set()
 
 
-@pytest.mark.parametrize("kind", ["SFTTrainer, not patched", "Trainer, undone"])
-def test_a_trainer_made_under_hooks_is_a_plain_one_after_the_last_undo(kind, tmp_path):
-    def trainer_of(model):
-        options = {"optim": "adamw_torch_fused", "max_steps": 4, "eval_strategy": "no"}
-        if kind.startswith("SFT"):
-            return runs.sft_trainer(tmp_path, True, trained=model, **options)
-        arguments = runs.config(tmp_path, True, **options)
-        return Trainer(model, arguments, default_data_collator, runs.rows(False))
-
-    expected = runs.logged(trainer_of(tiny_model("qwen3")))
-    patches = [patched(), patched()]
-    trainer = trainer_of(patches[0]._model if kind.startswith("Trainer") else tiny_model("qwen3"))
-    for patch in patches:
-        patch.undo()
-    assert runs.logged(trainer) == expected
-    assert type(trainer.optimizer.optimizer) is AdamW
-
-
 def test_a_method_that_another_library_has_wrapped_stays(tmp_path, monkeypatch):
     before = outside()
     patch = patched()
@@ -210,18 +191,3 @@ def test_losses_are_filtered_and_memory_is_given_back(is_patched, on_gpu, is_fil
     look = look_at(patch._model if is_patched else tiny_model("qwen3"), tmp_path, is_filtered)
     assert look.is_filtered == (is_filtered and not (is_patched and on_gpu))
     assert calls == [True] * (is_patched and on_gpu)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_patched", [True, False])
-def test_on_a_gpu(is_patched, tmp_path):
-    """A tensor that lives on may lie in what was spare, so what is left of that is no measure."""
-    model = tiny_model("llama").cuda()
-    if is_patched:
-        patch_model(model)
-    spare = torch.empty(2**30, dtype=torch.int8, device="cuda")
-    del spare
-    look = look_at(model, tmp_path)
-    assert look.reserved
-    assert (look.spare == 0) == is_patched
-    assert look.is_filtered != is_patched

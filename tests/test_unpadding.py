@@ -4,14 +4,12 @@ The truth is every row alone, in plain transformers in float64.
 """
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
 import torch
 from correctness.judge import Draw, judge_as_few
 from test_door import asked_by_trl
-from test_wrappers import WRAPPERS, made
 from tiers import COVER
 from tiny import (
     DEVICE,
@@ -36,11 +34,8 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.launch import HostCopy
-from unsloth_pack.losses.head import LabelledHead
-from unsloth_pack.packed_row.labels import PaddedBatch
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [5, 40, 1, 17, 30]
@@ -169,39 +164,6 @@ def test_every_output_has_the_shape_of_the_batch_and_zeros_in_padding(asked, sid
     assert not outs[0][~mask].any()
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_trls_scores_are_those_of_the_rows_alone(side, computed):
-    documents = random_documents(LENGTHS)
-    model = patched("qwen3")
-    asked_by_trl(model)
-    batch = find_batch(documents, side)
-    computed(model)
-    out = model(**batch, fused_lm_head=True)
-    out.loss.backward()
-    assert computed.shapes == PACKED
-    assert out.log_probs.shape == (len(LENGTHS), max(LENGTHS) - 1)
-    assert torch.equal(out.label_mask, batch["labels"][:, 1:] != -100)
-    rows = [document.to(DEVICE)[None] for document in documents]
-    alone = [model(input_ids=ids, labels=ids, fused_lm_head=True) for ids in rows]
-    for name in ("log_probs", "entropy"):
-        expected = torch.cat([getattr(one, name)[0] for one in alone])
-        assert error(getattr(out, name)[out.label_mask], expected) < 1e-5
-        assert not getattr(out, name)[~out.label_mask].any()
-
-
-def test_routed_experts_see_no_padding():
-    documents = random_documents(LENGTHS)
-    model, batch = patched("qwen3_moe"), find_batch(documents, "right")
-    plain = tiny_model("qwen3_moe")
-    ours, theirs = (m(**batch, output_router_logits=True) for m in (model, plain))
-    assert [x.shape for x in ours.router_logits] == [x.shape for x in theirs.router_logits]
-    assert torch.allclose(ours.aux_loss, theirs.aux_loss, rtol=1e-5)
-    assert torch.allclose(ours.loss, theirs.loss, rtol=1e-5)
-    asked_by_trl(model)
-    scored = model(**batch, output_router_logits=True, fused_lm_head=True)
-    assert torch.allclose(scored.aux_loss, theirs.aux_loss, rtol=1e-5)
-
-
 def sequence_classifier(config):
     """transformers' class, or where it has none one that is made as it makes the others."""
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -283,39 +245,6 @@ def test_what_stands_in_padding_changes_no_bit(arch, checkpointing, side):
         assert all(x.isfinite().all() for x in got)
         expected = expected or got
         assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_embeddings_and_positions_of_padding_change_no_bit(side):
-    model, documents = patched(), random_documents(LENGTHS)
-    batch, expected = find_batch(documents, side), None
-    mask = batch["attention_mask"]
-    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        noise = torch.where(torch.rand_like(embeds) < 0.5, torch.nan, torch.randn_like(embeds))
-        given = torch.where(mask[..., None] == 1, embeds, noise).requires_grad_()
-        at = torch.where(mask == 1, positions, torch.randint_like(positions, 99))
-        model.zero_grad()
-        out = model(inputs_embeds=given, position_ids=at, **batch)
-        out.loss.backward()
-        got = [out.loss, given.grad, *gradients(model).values()]
-        expected = expected or got
-        assert all(map(torch.equal, got, expected))
-        assert not given.grad[mask == 0].any()
-
-
-def test_a_row_of_padding_alone_adds_nothing():
-    model, documents = patched(), random_documents(LENGTHS)
-    batch = find_batch(documents, "right")
-    expected = model(**batch)
-    empty = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
-    more = {name: torch.cat([x, torch.full_like(x[:1], empty[name])]) for name, x in batch.items()}
-    out = model(**more)
-    assert torch.equal(out.loss, expected.loss)
-    assert torch.equal(out.logits[:-1], expected.logits)
-    assert not out.logits[-1].any()
 
 
 # When padding is taken out
@@ -457,30 +386,6 @@ def test_an_answer_that_is_read_from_padding_keeps_it(computed):
         assert torch.allclose(answers, plain(**given).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("side", SIDES)
-def test_text_in_a_model_of_vision_and_language(name, side, computed):
-    plain, model = made(name), made(name)
-    patch_model(model)
-    batch = find_batch(random_documents(LENGTHS), side)
-    computed(model)
-    for m in (plain, model):
-        m.zero_grad()
-        m(
-            **batch,
-            **(
-                {"token_type_ids": torch.zeros_like(batch["input_ids"])}
-                if m is plain and name == "gemma3"
-                else {}
-            ),
-        ).loss.backward()
-    assert computed.shapes == PACKED
-    for (key, expected), got in zip(gradients(plain).items(), gradients(model).values(), strict=True):
-        assert error(got, expected) < 2e-5, key
-    out = model(**batch)
-    assert out.logits.shape[:2] == batch["input_ids"].shape
-
-
 # What it costs
 
 
@@ -528,48 +433,3 @@ def test_a_batch_of_inference_mode_serves_no_training():
         model(**batch, use_cache=False)
     model(**batch).loss.backward()
     assert gradients(model)
-
-
-def test_the_host_may_describe_the_batch(copies, computed):
-    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), "right")
-    known = PaddedBatch.of_mask(batch["attention_mask"].bool().cpu().numpy(), torch.device("cpu"))
-    known = pickle.loads(pickle.dumps(known))  # from a worker of the loader
-    expected = model(**batch).loss
-    del copies[:]
-    assert torch.equal(model(**batch, packed_row=known).loss, expected)
-    assert copies == [1]  # how many labels there are
-    with pytest.raises(
-        InputError, match=r"packed_row describes \[5, 40\] tokens, the input ids are \[5, 7\]"
-    ):
-        model(input_ids=batch["input_ids"][:, :7], packed_row=known)
-    model.eval()(**batch, packed_row=known)
-    assert computed.shapes == [*PACKED, *PACKED, *KEPT]
-
-
-def test_a_loss_of_ones_own_gets_what_it_gets_of_a_padded_batch():
-    model, batch = patched(), find_batch(random_documents(LENGTHS), "right")
-    seen = []
-
-    def loss(labelled: LabelledHead, hidden, row, num_items):
-        seen.append((tuple(hidden.shape[:2]), tuple(labelled.mask.shape), row))
-        return labelled.cross_entropy(hidden, num_items)
-
-    expected = model(**batch).loss
-    model.get_base_model().training_loss = loss
-    assert torch.equal(model(**batch).loss, expected)
-    assert seen == [((5, 40), (5, 40), None)]
-
-
-def test_graphs_get_the_packed_row(monkeypatch):
-    model, batch, rows = patched(), find_batch(random_documents(LENGTHS), "left"), []
-    decoder = decoder_of(model)
-
-    def run(decoder, row, input_ids, router_logits):
-        rows.append((row.lengths, tuple(input_ids.shape)))
-        return StepOutput(torch.ones(1, sum(LENGTHS), 64, device=DEVICE), None)
-
-    decoder.step_graphs.why_never = None
-    monkeypatch.setattr(decoder.step_graphs, "run", run)
-    hidden = decoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-    assert rows == [(tuple(LENGTHS), (1, sum(LENGTHS)))]
-    assert torch.equal(hidden[..., 0].long(), batch["attention_mask"])

@@ -11,11 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
-from unsloth_pack.attention.sdpa import attend_dense, build_mask
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.lora.linear import Recipe, cast_input
-from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.patch import patch_of
 
@@ -186,20 +182,6 @@ def test_a_frozen_weight_changed_between_forward_and_backward_is_noticed(where):
             loss.backward()
 
 
-@pytest.mark.parametrize("plans", [(2, 0), (0, 2), (1, 2)])
-def test_the_plan_may_change_between_forward_and_recomputation(plans):
-    models = pair("gemma2")
-    enable_checkpointing(models[1], "auto")
-    for model in models:
-        losses = []
-        for seed, n_recomputed in enumerate(plans):
-            if model is models[1]:
-                model.get_base_model().model.recompute_plan.n_recomputed = n_recomputed
-            losses.append(loss_of(model, random_documents([40], seed)[0][None]))
-        sum(losses).backward()
-    assert_same_gradients(models)
-
-
 @pytest.mark.parametrize("part", ["self_attn", "q_norm", "k_norm"])
 @pytest.mark.parametrize("way", ["trained", "disabled", "merged"])
 def test_a_part_of_the_attention_that_is_trained_whole(way, part):
@@ -227,29 +209,6 @@ def test_a_part_of_the_attention_that_is_trained_whole(way, part):
 # Inference mode
 
 
-def test_a_model_made_in_inference_mode_runs_there():
-    with torch.inference_mode():
-        plain, ours = pair()
-        assert error(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits) < SLACK
-
-
-@pytest.fixture
-def nothing_known_of_backends():
-    for cached in (backends.why_unavailable, backends.choose_backend):
-        cached.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_known_of_backends")
-def test_a_backend_is_first_asked_for_in_inference_mode_or_a_checkpoint():
-    _, model = pair(dtype=torch.float32)
-    with torch.inference_mode():
-        name, _ = choose_backend("auto", AttentionNeed("cpu", torch.float32, 16, AttentionOptions(1.0)))
-    assert name == "sdpa"
-    checkpoint(model)
-    with torch.autocast("cpu", torch.bfloat16):  # of which nothing was known when the model was patched
-        model(input_ids=IDS, labels=IDS, packed_seq_lengths=[IDS.shape[1]]).loss.backward()
-
-
 def test_rotary_tables_outlive_inference_mode():
     decoder = pair()[1].get_base_model().model
     with torch.inference_mode():
@@ -264,14 +223,6 @@ def test_rotary_tables_outlive_inference_mode():
 def full(arch="llama"):
     _, model = pair(arch)
     return model.unload().requires_grad_(True)
-
-
-def test_a_second_derivative_is_refused():
-    model = full()
-    weights = list(model.parameters())
-    with pytest.raises(InputError, match="create_graph"):
-        torch.autograd.grad(loss_of(model), weights, create_graph=True)
-    assert len(torch.autograd.grad(loss_of(model), weights)) == len(weights)
 
 
 def test_logits_asked_for_after_the_head_has_changed_are_refused():
@@ -314,34 +265,3 @@ def test_a_patched_model_is_pickled():
 
 
 # Parts
-
-
-def test_an_input_changed_in_place_is_not_computed_again():
-    x = torch.ones(3)
-    x.recipe = Recipe(torch.ones, (3,))
-    assert cast_input(x)[1] is x.recipe
-    x.mul_(2)
-    recipe = cast_input(x)[1]
-    assert torch.equal(recipe.compute(*recipe.inputs), x)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_slots_of_a_static_cache_that_hold_no_key_yet_are_not_looked_at(softcap):
-    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
-    options = AttentionOptions(0.3, softcap=softcap)
-    expected = attend_dense(q, k[:, :, :3], v[:, :, :3], build_mask(3, 3, None, q.device), options)
-    k[:, :, 3:], v[:, :, 3:] = torch.nan, torch.nan
-    assert error(attend_dense(q, k, v, None, options), expected) < 1e-12
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_mask_may_be_added(softcap):
-    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
-    mask, options = build_mask(3, 5, 2, q.device), AttentionOptions(0.3, softcap=softcap)
-    added = torch.zeros(3, 5, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-    assert error(attend_dense(q, k, v, added, options), attend_dense(q, k, v, mask, options)) < 1e-12
-
-
-def test_labels_come_to_the_device_of_the_row():
-    row = PackedRow.of_lengths((3, 2), torch.device("meta"))
-    assert row.mask_labels(torch.ones(1, 5, dtype=torch.int64)).device == row.device

@@ -17,7 +17,7 @@ from unsloth_pack.models.spec import ArchSpec
 
 # Files whose tests are all quick, below this folder
 QUICK: tuple[str, ...] = (
-    *("test_tables.py", "test_package.py", "test_documents.py", "test_figures.py"),
+    *("test_package.py", "test_documents.py", "test_figures.py"),
     *(f"chat_templates/test_{name}.py" for name in ("by_name", "responses", "standardize")),
     *(f"data/test_{name}.py" for name in ("checks", "formats")),
     "kernels/test_reference.py",

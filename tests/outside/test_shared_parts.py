@@ -55,22 +55,6 @@ def leaks_when_patched(model):
         return leaks(model)
 
 
-def test_layers_take_one_patch(model, model_folder):
-    other = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    other.model.layers[1] = model.model.layers[1]
-    patch = patch_model(model)
-    with pytest.raises(InputError, match="patched already"):
-        patch_model(other)
-    patch.undo()
-    assert not leaks_when_patched(other)
-
-
-def test_an_unpatched_head_over_a_patched_decoder(model, model_folder):
-    other = heads_over_one_decoder(model, model_folder)["language"]
-    with patch_model(model):
-        assert not leaks(other)
-
-
 def test_a_decoder_that_was_put_in_later(model, model_folder):
     """The patched model must not run the decoder that it had, nor hand rows to one that passes over them."""
     patch = patch_model(model)

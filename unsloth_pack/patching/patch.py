@@ -149,8 +149,8 @@ class Patch:
     def undo(self) -> None:
         """Restore the original model, bit for bit.
 
-        So are copies that PEFT has made of patched modules, for `modules_to_save`; forwards that trainers
-        have set on the model are removed. The last patch to go takes back what patches changed outside their
+        Copies that PEFT has made for `modules_to_save` are restored too, and forwards that trainers have set
+        on the model are removed. The last patch to go takes back what patches changed outside their
         models; a deleted model counts as undone. Undoing twice is harmless.
         """
         kinds = self.kinds
