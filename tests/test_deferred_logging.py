@@ -217,25 +217,6 @@ def test_an_error_does_not_take_the_line_before_with_it(make, tmp_path):
         trainer.train()
 
 
-def test_a_trainer_with_a_log_and_metrics_of_its_own(tmp_path):
-    """Each line has the metrics of its own update."""
-
-    class Own(SFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            self._metrics["train"]["updates before"].append(self.state.global_step)
-            return super().compute_loss(*args, **kwargs)
-
-        def log(self, logs, start_time=None):
-            super().log({**logs, "own": True}, start_time)
-
-    at_once, late = (
-        runs.log_of(runs.sft_trainer, tmp_path, True, kind=Own, on_a_gpu=on_a_gpu, max_steps=4, **EVERY_LINE)
-        for on_a_gpu in (False, True)
-    )
-    assert late == at_once
-    assert [line["updates before"] for line in late if "loss" in line] == [0, 1, 2, 3]
-
-
 # Updates that are not finite, in a run
 
 

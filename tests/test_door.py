@@ -1,26 +1,21 @@
 """Whoever calls a patched model, the call enters one door, where its row is described and its loss chosen."""
 
-import math
 from types import MethodType
 
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
 from model_folder import byte_tokenizer
 from tiny import DEVICE, error, random_documents, tiny_config, tiny_model
 from trainer_runs import PACKING, ROWS, arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.cuda_graphs.capture import DecoderState
-from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.losses.head import LabelledHead
-from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching import trainer_hooks
 from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
@@ -225,35 +220,6 @@ def test_labels_of_first_tokens_never_train(adapter, tmp_path, no_chunked_head, 
     assert "1 labels at document starts or on padding carry no loss" in caplog.text
 
 
-@pytest.mark.parametrize("mode", [True, "offload", "auto"])
-def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch, no_chunked_head):
-    """Between two steps its reference runs without adapter and checkpointing. It gets the kernel."""
-    states = []
-
-    def look(graphs, decoder, *given):
-        if torch.is_grad_enabled():
-            kept = states[-1].matches(decoder) if states else None
-            states.append(DecoderState(decoder))
-            states[-1].kept = kept
-
-    monkeypatch.setattr(StepGraphs, "run", look)
-    model = patched()
-    model.get_decoder().step_graphs.why_never = None
-    enable_checkpointing(model, mode)
-    options = {"max_steps": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": True}
-    trainer = DPOTrainer(
-        model,
-        args=DPOConfig(**arguments(tmp_path, max_length=64, **options)),
-        train_dataset=Dataset.from_list([{"prompt": "ab", "chosen": "cdefg", "rejected": "hij"}] * 8),
-        processing_class=byte_tokenizer(),
-    )
-    trainer.train()
-    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
-    # In the first step the parameters move into one tensor, and checkpointing comes back with TRL's options
-    assert [state.kept for state in states[2:]] == [True, True]
-    assert (model.get_decoder().recompute_plan is not None) == (mode == "auto")
-
-
 # Undone
 
 
@@ -297,34 +263,6 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
 
 
 # Other forwards on the instance
-
-
-class Doubles(ModelHook):
-    def post_forward(self, module, output):
-        output.logits = 2 * output.logits
-        return output
-
-
-@pytest.mark.parametrize("order", ["hook first", "patch first"])
-def test_accelerates_hooks_wrap_the_door(order, described):
-    model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY).unload().eval()
-    ids = torch.cat(random_documents(LENGTHS)).to(DEVICE)[None]
-    plain = model(input_ids=ids[:, :5]).logits
-    if order == "hook first":
-        add_hook_to_module(model, Doubles())
-    patch = patch_model(model)
-    if order == "patch first":
-        add_hook_to_module(model, Doubles())
-    assert torch.allclose(model(input_ids=ids[:, :5]).logits, 2 * plain, atol=1e-5)
-    got = model(input_ids=ids, packed_seq_lengths=LENGTHS).logits
-    assert torch.allclose(got[:, :5], 2 * plain, atol=1e-5)
-    assert len(described) == 1
-    if order == "patch first":
-        remove_hook_from_module(model)
-        assert torch.allclose(model(input_ids=ids[:, :5]).logits, plain, atol=1e-5)
-    patch.undo()
-    expected = 2 * plain if order == "hook first" else plain
-    assert torch.allclose(model(input_ids=ids[:, :5]).logits, expected, atol=1e-5)
 
 
 def test_what_accelerate_keeps_of_a_wrapped_forward_goes_with_the_patch():

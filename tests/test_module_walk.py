@@ -1,7 +1,6 @@
 """A patched model lists its modules as torch does, whatever is added, replaced or wrapped around it."""
 
 import torch
-from peft import LoraConfig
 from tiny import tiny_model
 from torch import nn
 
@@ -10,40 +9,6 @@ from unsloth_pack import patch_model
 
 def names(model, **options):
     return [(name, id(module)) for name, module in model.named_modules(**options)]
-
-
-def as_torch(model, change=lambda model: None):
-    """Every listing of the model, unpatched and patched, after a change."""
-    change(model)
-    results = []
-    for patch in (False, True):
-        with patch_model(model) if patch else torch.no_grad():
-            results.append(
-                [
-                    names(model),
-                    names(model),
-                    names(model, remove_duplicate=False),
-                    names(model, prefix="a"),
-                    [(name, id(p)) for name, p in model.named_parameters()],
-                    [id(p) for p in model.parameters()],
-                    [id(p) for p in model.parameters(recurse=False)],
-                    model.get_base_model().num_parameters(exclude_embeddings=True),
-                    model.get_base_model().num_parameters(only_trainable=True),
-                    names(model.get_base_model(), memo={model.get_base_model().lm_head}),
-                ]
-            )
-    assert results[0] == results[1]
-
-
-def test_listings_are_torchs():
-    as_torch(tiny_model("llama"))
-    as_torch(tiny_model("qwen3"), lambda model: model.add_adapter("second", LoraConfig(r=2)))
-
-    def share(model):
-        layers = model.get_base_model().model.layers
-        layers[1].mlp = layers[0].mlp
-
-    as_torch(tiny_model("qwen2"), share)
 
 
 def test_a_change_is_seen_at_once():

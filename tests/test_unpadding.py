@@ -14,7 +14,6 @@ from tiers import COVER
 from tiny import (
     DEVICE,
     Outcome,
-    error,
     exactly,
     random_documents,
     routing,
@@ -314,25 +313,6 @@ def test_where_a_cache_is_made_padding_is_kept(options, training, grads, is_pack
     assert (out.past_key_values is None) == is_packed
 
 
-@pytest.mark.parametrize("kind", ["none", "4-D", "float", "bool", "ones"])
-def test_other_masks(kind, computed):
-    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), "right")
-    mask, T = batch["attention_mask"], max(LENGTHS)
-    given = {
-        "none": None,
-        "4-D": torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril().expand(len(LENGTHS), 1, T, T),
-        "float": mask.float(),
-        "bool": mask.bool(),
-        "ones": torch.ones_like(mask),
-    }[kind]
-    del batch["labels"]
-    out = model(**batch | {"attention_mask": given}).logits
-    expected = {"bool": PACKED, "ones": [(1, mask.numel())]}.get(kind, KEPT)
-    assert computed.shapes == expected
-    if kind == "ones":
-        assert error(out, model(**batch | {"attention_mask": None}).logits) < 1e-5
-
-
 @pytest.mark.parametrize("side", SIDES)
 def test_positions_that_come_with_the_mask(side, computed):
     """From the mask, as TRL's older trainers count them; none outside it is looked at."""
@@ -369,21 +349,6 @@ def test_heads_that_score_padding_keep_it(auto_class, computed):
     assert torch.allclose(computed(model)(**batch)[0], plain(**batch)[0], atol=1e-5)
     assert computed.shapes == KEPT
     assert "scores every place of a row" in patch.report.not_fused["padding"]
-
-
-def test_an_answer_that_is_read_from_padding_keeps_it(computed):
-    """Of embeddings transformers cannot tell which are padding, and reads the last place."""
-    model = with_answers(AutoModelForSequenceClassification)
-    plain = copy.deepcopy(model)
-    patch_model(model)
-    for side, expected in (("right", KEPT), ("left", PACKED)):
-        batch = find_batch(random_documents(LENGTHS), side)
-        given = {"attention_mask": batch["attention_mask"]}
-        given["inputs_embeds"] = model.get_input_embeddings()(batch["input_ids"])
-        del computed.shapes[:]
-        answers = computed(model)(**given).logits
-        assert computed.shapes[:1] == expected
-        assert torch.allclose(answers, plain(**given).logits, atol=1e-5)
 
 
 # What it costs
