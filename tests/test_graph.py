@@ -597,13 +597,13 @@ def test_router_logits_are_captured_with_their_gradients(allocations, held_up, m
 
 def test_a_replay_is_of_the_row_that_came(allocations):
     captured = capture_bucket(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
-    (weight,) = captured.parameters
+    (weight,) = captured.step.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
         row = PackedRow.of_lengths(lengths, CPU)
         hidden = captured.output(row, captured.launch(row, ids[None])).hidden
         assert torch.equal(hidden[0], weight[ids])
-        assert captured.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
+        assert captured.step.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
         of_hidden = torch.randn(hidden.shape)
         (found,) = torch.autograd.grad(hidden, weight, of_hidden)
         torch.testing.assert_close(found, torch.zeros(8, 4).index_add(0, ids, of_hidden[0]))

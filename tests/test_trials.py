@@ -198,9 +198,7 @@ def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):
     assert steps(graphs, decoder, machine, 5, 0.02, 0.005, keeps=8) == [None] * 5
     why = "graphs would hold 8.0 GiB beside the 8.0 GiB of a step, and 15.0 GiB are free"
     assert str(graphs) == f"not captured: {why}"
-    machine.bytes_in_all = 80 * GIB  # another process has ended; known once the model changes
-    assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == [None]
-    decoder.layers[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
+    machine.bytes_in_all = 80 * GIB  # another process has ended
     assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == ["replayed"]
     assert graphs.why_not is None
 

@@ -5,7 +5,7 @@ a parameter was first used, and a capture fails if that was another stream.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, repeat
@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from unsloth_pack.cuda_graphs.checkpointing import RecomputedLayers, why_not_recomputed
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
-from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
+from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory, describe_cause
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameters
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
 from unsloth_pack.kernels.launch import once_differentiable
@@ -32,8 +32,7 @@ logger = logging.getLogger("unsloth_pack")
 class PlaceholderParams:
     """Replace the trained parameters of a decoder, as a context, by new ones over the same memory.
 
-    Parameters that layers cast at every call get a placeholder in the compute `dtype`, in `memory`. `fill`
-    copies all of these from the originals in one launch.
+    Parameters that layers cast at every call get a placeholder in the compute `dtype`, which `fill` copies.
     """
 
     def __init__(self, decoder: CapturableDecoder, dtype: torch.dtype, memory: GraphMemory):
@@ -93,39 +92,32 @@ class CapturedShape:
     """The graphs of a shape, and the static tensors that they read and write."""
 
     memory: GraphMemory  # the pool of the graphs
-    forward_graph: torch.cuda.CUDAGraph  # reads `row`, `inputs` and the parameters, writes `outputs`
+    step: "_StaticStep"  # owns what the graphs read
+    forward_graph: torch.cuda.CUDAGraph  # reads the step's row, inputs and parameters, writes `outputs`
     # reads `grads` and the saved activations, writes `gradients` and `input_gradients`
     backward_graph: torch.cuda.CUDAGraph
-    row: PackedRow  # a static row of the shape's sizes
-    blocks: "_StaticBlocks | None"  # of the row, padded
-    inputs: StaticInputs
     # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
     # after a replay
     outputs: list[Tensor]
     grads: list[Tensor | None]  # of the outputs; None for one that no parameter reaches
-    has_router_logits: bool
-    parameters: list[nn.Parameter]  # the trained ones
-    gradients: FlatGradients  # of the parameters
-    input_gradients: list[Tensor | None]  # `[tokens, C]` each, of `inputs.leaves`
-    kept_alive: tuple[object, ...]  # owns the rest of the memory that the graphs read
+    gradients: FlatGradients  # of the step's parameters
+    input_gradients: list[Tensor | None]  # `[tokens, C]` each, of the inputs that train
 
     def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
-        self.inputs.fill(tensors, row.n_tokens)
-        self.row.fill(row)
-        if self.blocks is not None:
-            self.blocks.fill(row)
+        self.step.inputs.fill(tensors, row.n_tokens)
+        self.step.row.fill(row)
+        if self.step.blocks is not None:
+            self.step.blocks.fill(row)
         self.forward_graph.replay()
         return tensors
 
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
         """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
-        trained = inputs if self.inputs.leaves else ()
-        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.parameters)
-        return StepOutput(
-            hidden.view(*row.shape, -1), tuple(router_logits) if self.has_router_logits else None
-        )
+        trained = inputs if self.step.inputs.leaves else ()
+        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.step.parameters)
+        return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
 
 
 class _Replayed(torch.autograd.Function):
@@ -179,22 +171,15 @@ def capture_bucket(
 ) -> CapturedShape:
     """Capture the forward and backward pass of a decoder, on the current device, over rows of a shape.
 
-    Args:
-        windows: of its layers; only for a shape with blocks.
-
-    Raises:
-        RuntimeError: the capture failed, or memory ran out. Then call `memory.give_back`.
+    `windows` are those of its layers, for a shape with blocks. After a RuntimeError, by a capture that failed
+    or memory that ran out, call `memory.give_back`.
     """
     step = _StaticStep(decoder, bucket, device, memory, windows)
-    # Outside the graphs' pool: later rows read them too
-    for rotary in decoder.rotary_tables.values():
-        rotary.for_row(step.row)
-    tables = [rotary.static_table for rotary in decoder.rotary_tables.values()]
     torch.cuda.empty_cache()  # frees the memory of uncaptured steps: the graphs have a pool of their own
-    grads = step.warm_up(memory)
+    grads = step.warm_up(decoder, memory)
     forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with memory.capturing(forward_graph):
-        output = step.forward()
+        output = step.forward(decoder)
     dtypes = [p.dtype for p in step.parameters] or [torch.float32]
     n = len(step.parameters)
     with memory.capturing(backward_graph):
@@ -202,19 +187,14 @@ def capture_bucket(
         gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
     gradients.release_to_pool()
     return CapturedShape(
-        memory=memory,
-        forward_graph=forward_graph,
-        backward_graph=backward_graph,
-        row=step.row,
-        blocks=step.blocks,
-        inputs=step.inputs,
+        memory,
+        step,
+        forward_graph,
+        backward_graph,
         outputs=[alias_memory(x).view(bucket.tokens, -1) for x in output.tensors],
         grads=[None if grad is None else grad.view(bucket.tokens, -1) for grad in grads],
-        has_router_logits=output.router_logits is not None,
-        parameters=step.parameters,
         gradients=gradients,
         input_gradients=[None if grad is None else alias_memory(grad) for grad in leaf_grads[n:]],
-        kept_alive=(step.placeholders, step.recomputed, tables),
     )
 
 
@@ -232,24 +212,27 @@ class _StaticStep:
         sizes = bucket.tokens, bucket.segments, bucket.longest
         self.row = PackedRow.static(*sizes, device, bucket.axes, bucket.blocks is not None)
         self.blocks = None if bucket.blocks is None else _StaticBlocks(self.row, bucket.blocks, windows)
+        # Rotary tables are outside the graphs' pool: later rows read them too
+        for rotary in decoder.rotary_tables.values():
+            rotary.for_row(self.row)
+        self._tables = [rotary.static_table for rotary in decoder.rotary_tables.values()]
         self.inputs = StaticInputs(bucket.tokens, bucket.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         dtype = bucket.autocast or decoder.get_input_embeddings().weight.dtype
         self.placeholders = PlaceholderParams(decoder, dtype, memory)
         self.recomputed = RecomputedLayers(decoder, memory)
         self._leaves = [*self.placeholders.get(self.parameters), *self.inputs.leaves]
-        self._decoder = decoder
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
 
-    def forward(self) -> StepOutput:
+    def forward(self, decoder: CapturableDecoder) -> StepOutput:
         """Run the static row: `[1, tokens, C]` and `[tokens, experts]`."""
         enabled = self._autocast is not None
         autocast = torch.autocast("cuda", dtype=self._autocast, enabled=enabled, cache_enabled=False)
         ids, embeds, deepstack = self.inputs.arguments()
         self.placeholders.fill()
         with autocast, self.placeholders, self.recomputed:
-            output = self._decoder._packed_forward(self.row, ids, embeds, **deepstack, **self._options)
+            output = decoder._packed_forward(self.row, ids, embeds, **deepstack, **self._options)
         assert output.last_hidden_state is not None
         # A view drops the last norm's recipe, which would keep the norm's input alive
         hidden = output.last_hidden_state.view_as(output.last_hidden_state)
@@ -264,13 +247,13 @@ class _StaticStep:
         self.recomputed.end_backward()
         return list(gradients)
 
-    def warm_up(self, memory: GraphMemory) -> list[Tensor | None]:
+    def warm_up(self, decoder: CapturableDecoder, memory: GraphMemory) -> list[Tensor | None]:
         """Run the step in the pool of the capture; return zeros for the gradients of its outputs.
 
         None stands for an output without one, such as the first layer's router logits.
         """
         with memory.warming_up():
-            output = self.forward()
+            output = self.forward(decoder)
             drawn = _random_state(self.row.device)
         grads = [
             memory.output_gradient(i, x) if x.requires_grad else None for i, x in enumerate(output.tensors)
@@ -385,13 +368,13 @@ class GraphCache:
 
     Args:
         why_never: why nothing can be captured, or None.
-        what: they replay, for messages.
+        what: they replay, and the unit of its size, for messages.
     """
 
-    def __init__(self, why_never: str | None, what: str):
+    def __init__(self, why_never: str | None, what: str, unit: str):
         self.why_not = why_never  # why the last row was not captured
         self.why_never = why_never
-        self._what = what
+        self._what, self._unit = what, unit
         self._graphs: dict[Any, Any] = {}
         self._state: ModuleState | None = None
         self._memory = GraphMemory()
@@ -402,9 +385,22 @@ class GraphCache:
             self._graphs.clear()
             self._state = None
 
-    def _fail(self, cause: str, device: torch.device) -> None:
-        """Capture nothing any more. Call it after the error is gone, which held tensors of the capture."""
+    def _describe(self, sizes: Iterable[int]) -> str:
+        if not self._graphs:
+            return f"not captured: {self.why_not or 'no shape of row has come often enough yet'}"
+        shown = ", ".join(map(str, sorted({*sizes})))
+        return f"captured for {len(self._graphs)} shapes of rows, of {shown} {self._unit}"
+
+    def _try(self, bucket: object, capture: Callable[[], object], device: torch.device) -> bool:
+        """Capture a shape; after a failure nothing is captured any more."""
+        try:
+            self._graphs[bucket] = capture()
+            return True
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            cause = describe_cause(error)
+        # The error has gone, which held tensors of the capture
         self._graphs.clear()
         self._memory = self._memory.after_broken_capture(device)
         self.why_never = self.why_not = f"capture failed ({cause})"
         logger.warning("the %s is not captured in CUDA graphs: %s", self._what, self.why_never)
+        return False

@@ -14,6 +14,7 @@ uncaptured step runs as usual, and `StepGraphs.why_not` says why.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from unsloth_pack.cuda_graphs.capture import (
     capture_bucket,
 )
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, longer_than_launching
-from unsloth_pack.cuda_graphs.memory import describe_cause
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
@@ -52,7 +52,7 @@ class StepGraphs(GraphCache):
     def __init__(
         self, why_never: str | None, room_is_free: bool = False, windows: Collection[int | None] = ()
     ):
-        super().__init__(why_never, "step")
+        super().__init__(why_never, "step", "tokens")
         self.windows = windows
         self._room_is_free = room_is_free
         self._buckets_seen: set[ShapeBucket] = set()
@@ -62,24 +62,15 @@ class StepGraphs(GraphCache):
         self._is_trusted = False  # True if the decoder matched in the last step
         self._trials: defaultdict[EmbeddedShape | None, CaptureDecision] = defaultdict(CaptureDecision)
         self._on_trial: ShapeBucket | None = None  # of the row that runs next
-        # Why graphs would leave too little memory, by the kind of input and tokens
-        self._too_large: dict[tuple[EmbeddedShape | None, int], str | None] = {}
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[object, ...]]:
         return StepGraphs, (self.why_never, self._room_is_free, self.windows)
 
     def __str__(self) -> str:
-        if self._graphs:
-            sizes = sorted({bucket.tokens for bucket in self._graphs})
-            text = f"captured for {len(self._graphs)} shapes of rows, of {', '.join(map(str, sizes))} tokens"
-            if n_embedded := sum(bucket.embedded is not None for bucket in self._graphs):
-                text += f", {n_embedded} of them of embeddings"
-            largest = max(self._graphs, key=lambda bucket: bucket.tokens)
-            times = self._trials[largest.embedded].times(largest.tokens)
-            if times is not None:
-                text += f"; the GPU computes {times.device}, Python launches {times.host}"
-            return text
-        return f"not captured: {self.why_not or 'no shape of row has come often enough yet'}"
+        largest = max(self._graphs, key=lambda bucket: bucket.tokens, default=None)
+        times = None if largest is None else self._trials[largest.embedded].times(largest.tokens)
+        shown = "" if times is None else f"; the GPU computes {times.device}, Python launches {times.host}"
+        return self._describe(bucket.tokens for bucket in self._graphs) + shown
 
     def replay(
         self,
@@ -180,7 +171,6 @@ class StepGraphs(GraphCache):
 
     def _start_over(self, decoder: CapturableDecoder) -> DecoderState:
         self._graphs.clear()
-        self._too_large.clear()
         self._state, self._is_trusted = DecoderState(decoder), False
         return self._state
 
@@ -221,16 +211,13 @@ class StepGraphs(GraphCache):
 
     def _is_worth_it(self, bucket: ShapeBucket, device: torch.device) -> bool:
         """True if a replay is known to save time and leaves enough memory; else sets `why_not`."""
-        trials, size = self._trials[bucket.embedded], (bucket.embedded, bucket.tokens)
-        is_held_up = trials.is_held_up(bucket.tokens)
-        if is_held_up and size not in self._too_large:
-            gradients = 0 if self._state is None else self._state.bytes_of_gradients
-            self._too_large[size] = trials.why_too_large(bucket.tokens, device, gradients)
-        if is_held_up:
-            self.why_not = self._too_large[size]
-            return self.why_not is None
-        self._needs_no_graphs(bucket)
-        return False
+        trials = self._trials[bucket.embedded]
+        if not trials.is_held_up(bucket.tokens):
+            self._needs_no_graphs(bucket)
+            return False
+        gradients = 0 if self._state is None else self._state.bytes_of_gradients
+        self.why_not = trials.why_too_large(bucket.tokens, device, gradients)
+        return self.why_not is None
 
     def _needs_no_graphs(self, bucket: ShapeBucket) -> bool:
         """True if rows of this size are known not to wait for Python; sets `why_not`."""
@@ -243,17 +230,11 @@ class StepGraphs(GraphCache):
 
     def _capture(self, decoder: CapturableDecoder, bucket: ShapeBucket, device: torch.device) -> bool:
         """Capture a shape; False if that failed."""
-        try:
-            captured = capture_bucket(decoder, bucket, device, self._memory, self.windows)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            cause = describe_cause(error)
-        else:
-            self._graphs[bucket] = captured
-            if self._state is not None:
-                self._state.keep_memory()
-            return True
-        self._fail(cause, device)
-        return False
+        capture = partial(capture_bucket, decoder, bucket, device, self._memory, self.windows)
+        is_captured = self._try(bucket, capture, device)
+        if is_captured and self._state is not None:
+            self._state.keep_memory()
+        return is_captured
 
 
 def _device_of(inputs: Tensor | Embedded) -> torch.cuda.device_of:

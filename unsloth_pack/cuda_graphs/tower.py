@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unsloth_pack.cuda_graphs.capture import GraphCache, ModuleState
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, longer_than_launching
-from unsloth_pack.cuda_graphs.memory import GraphMemory, alias_memory, describe_cause
+from unsloth_pack.cuda_graphs.memory import GraphMemory, alias_memory
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
     ROWS_BEFORE_CAPTURE,
@@ -94,8 +94,7 @@ class TowerGraphs(GraphCache):
     """The graphs of one tower, one for each shape of patches; `unit` is that of a row's size, for `str()`."""
 
     def __init__(self, why_never: str | None, unit: str = "patches"):
-        super().__init__(why_never, "tower")
-        self._unit = unit
+        super().__init__(why_never, "tower", unit)
         self._graphs: dict[PatchesShape, _CapturedTower]
         self._buckets_seen: dict[PatchesShape, None] = {}
         self._rows_seen: Counter[int] = Counter()  # by their patches
@@ -106,10 +105,7 @@ class TowerGraphs(GraphCache):
         return TowerGraphs, (self.why_never, self._unit)
 
     def __str__(self) -> str:
-        if not self._graphs:
-            return f"not captured: {self.why_not or 'no shape of row has come often enough yet'}"
-        sizes = ", ".join(map(str, sorted({bucket.n_patches for bucket in self._graphs})))
-        return f"captured for {len(self._graphs)} shapes of rows, of {sizes} {self._unit}"
+        return self._describe(bucket.n_patches for bucket in self._graphs)
 
     def output(self, tower: nn.Module, run: Run, patches: Patches) -> Output:
         """Compute a tower's outputs without gradients: replay a graph that fits, or call `run`."""
@@ -147,7 +143,14 @@ class TowerGraphs(GraphCache):
         is_common = self._rows_seen[bucket.n_patches] > ROWS_BEFORE_CAPTURE or bool(self._graphs)
         if not is_common or len(self._graphs) == MAX_FORMS or not self._is_held_up(bucket):
             return None
-        return self._capture(tower, run, patches, bucket.widened([*self._buckets_seen]))
+        bucket = bucket.widened([*self._buckets_seen])
+
+        def capture() -> _CapturedTower:
+            captured = _CapturedTower(tower, run, patches, bucket, self._memory)
+            captured.check(patches, run(patches))
+            return captured
+
+        return self._graphs[bucket] if self._try(bucket, capture, patches.pixels.device) else None
 
     def _why_not_now(self, tower: nn.Module, state: ModuleState) -> str | None:
         """Explain why no row of this step is captured, or None."""
@@ -163,20 +166,6 @@ class TowerGraphs(GraphCache):
         if is_held_up is False and (times := self._trials.times(bucket.n_patches)) is not None:
             self.why_not = longer_than_launching(times)
         return bool(is_held_up)
-
-    def _capture(
-        self, tower: nn.Module, run: Run, patches: Patches, bucket: PatchesShape
-    ) -> "_CapturedTower | None":
-        try:
-            captured = _CapturedTower(tower, run, patches, bucket, self._memory)
-            captured.check(patches, run(patches))
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            cause = describe_cause(error)
-        else:
-            self._graphs[bucket] = captured
-            return captured
-        self._fail(cause, patches.pixels.device)
-        return None
 
 
 class _CapturedTower:
