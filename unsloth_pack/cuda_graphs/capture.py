@@ -213,9 +213,7 @@ class _StaticStep:
         self.row = PackedRow.static(*sizes, device, bucket.axes, bucket.blocks is not None)
         self.blocks = None if bucket.blocks is None else _StaticBlocks(self.row, bucket.blocks, windows)
         # Rotary tables are outside the graphs' pool: later rows read them too
-        for rotary in decoder.rotary_tables.values():
-            rotary.for_row(self.row)
-        self._tables = [rotary.static_table for rotary in decoder.rotary_tables.values()]
+        self._tables = [rotary.for_row(self.row) for rotary in decoder.rotary_tables.values()]
         self.inputs = StaticInputs(bucket.tokens, bucket.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         dtype = bucket.autocast or decoder.get_input_embeddings().weight.dtype
@@ -270,9 +268,6 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-_IS_TRAINED = attrgetter("requires_grad")
-
-
 class ModuleState:
     """A snapshot of a module's parameters and adapters. Graphs are valid while it matches."""
 
@@ -287,8 +282,7 @@ class ModuleState:
         self._kept_alive = self._parameters()  # so that no other parameter can get one of their ids
         self._memory: list[UntypedStorage] = []
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
-        scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
-        self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
+        self._scalings: list[dict[str, float]] = [getattr(m, "scaling", {}) for m in self._adapted]
         self._seen = self.look()
 
     def keep_memory(self) -> None:
@@ -315,7 +309,7 @@ class ModuleState:
         return [
             list(map(id, parameters)),
             list(map(Tensor.data_ptr, parameters)),
-            list(map(_IS_TRAINED, parameters)),
+            list(map(attrgetter("requires_grad"), parameters)),
             adapters,
             list(chain.from_iterable(map(dict.values, self._scalings))),
         ]

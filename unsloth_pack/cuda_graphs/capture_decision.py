@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ class DeviceTimer:
             torch.cuda.current_stream(self._device).synchronize()
 
     def now(self) -> float:
-        """Return seconds on the host."""
         return time.perf_counter()
 
     def mark(self) -> Any:
@@ -80,18 +79,6 @@ _MAX_LEFT = 0.05
 _ROWS_TO_JUDGE = 2  # of a size: the first compiles kernels and allocates memory
 _MAX_TRIALS = 4  # of a size: later ones correct a slow moment of the host or the GPU
 _GIB = 2**30
-
-
-class Times(NamedTuple):
-    """The times of a forward pass on the device and on the host."""
-
-    device: str
-    host: str
-
-
-def longer_than_launching(times: Times) -> str:
-    """Explain why rows with these times need no graphs."""
-    return f"the GPU computes longer than Python launches: {times.device} against {times.host}"
 
 
 @dataclass
@@ -170,10 +157,7 @@ class CaptureDecision:
     def why_too_large(self, tokens: int, device: torch.device, gradients: int) -> str | None:
         """Explain why graphs for rows of this size would leave too little memory, or None.
 
-        They hold the allocations of a step and a copy of its gradients; uncaptured rows need as much again.
-
-        Args:
-            gradients: bytes of a step's gradients.
+        They hold the bytes of a step and of its `gradients`; uncaptured rows need as much again.
         """
         timer = self._make_timer(device)
         self._learn_peak(timer)
@@ -184,13 +168,20 @@ class CaptureDecision:
         need = f"graphs would hold {graphs / _GIB:.1f} GiB beside the {step / _GIB:.1f} GiB of a step"
         return f"{need}, and {free / _GIB:.1f} GiB are free"
 
-    def times(self, tokens: int) -> Times | None:
-        """Return the times of the nearest measured size; None before any."""
+    def why_not_held_up(self, tokens: int) -> str | None:
+        """Explain why rows of this size are known not to wait for Python; None if they may."""
+        times = self.times(tokens)
+        if times is None or self.is_held_up(tokens) is not False:
+            return None
+        return "the GPU computes longer than Python launches: {} against {}".format(*times)
+
+    def times(self, tokens: int) -> tuple[str, str] | None:
+        """Return the times of the nearest measured size on the device and on the host; None before any."""
         self._read()
         if not self._device:
             return None
         nearest = min(self._device, key=lambda n: abs(n - tokens))
-        return Times(f"{1e3 * self._device[nearest]:.1f} ms", f"{1e3 * self._host:.1f} ms")
+        return f"{1e3 * self._device[nearest]:.1f} ms", f"{1e3 * self._host:.1f} ms"
 
     def _read(self) -> None:
         """Read the times of finished passes, without waiting for the others."""

@@ -66,23 +66,17 @@ class GraphMemory:
         self._awaited: weakref.ref[Token] | None = None
         self._shared: dict[tuple[object, ...], torch.Tensor] = {}  # by all graphs, outside the pool
 
-    def input(
-        self, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Allocate `[tokens, features]` for input `number` of a row, shared unless it has to grow."""
-        return self._rows("input", number, tokens, features, dtype, device)
-
     def output_gradient(self, number: int, output: torch.Tensor) -> torch.Tensor:
         """Return zeros for the gradient of output `number`."""
         features = output.shape[-1]
-        rows = self._rows(
-            "gradient", number, output.numel() // features, features, output.dtype, output.device
-        )
+        n_rows = output.numel() // features
+        rows = self.rows("gradient", number, n_rows, features, output.dtype, output.device)
         return rows.zero_().view_as(output)
 
-    def _rows(
+    def rows(
         self, what: str, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        """Allocate `[tokens, features]` for an input or gradient of a row, shared unless it has to grow."""
         key = (what, number, features, dtype, device)
         if key not in self._shared or len(self._shared[key]) < tokens:
             self._shared[key] = torch.zeros(tokens, features, dtype=dtype, device=device)

@@ -9,18 +9,12 @@ from unsloth_pack.modules import Walkable
 from unsloth_pack.packed_row.row import PackedRow
 
 
-class StaticTables(Protocol):
-    """Rotary tables that live longer than a step, so that graphs can read them."""
-
-    static_table: tuple[Tensor, Tensor] | None  # `cos` and `sin` of the last `for_row`
-
+class RotaryTables(Protocol):
     def for_row(self, row: PackedRow) -> object: ...
 
 
-class Recomputation(Protocol):
-    """The number of layers that the backward pass recomputes."""
-
-    n_recomputed: int
+class RecomputePlan(Protocol):
+    n_recomputed: int  # layers that the backward pass recomputes
 
 
 class DecoderOutput(Protocol):
@@ -44,11 +38,11 @@ class CapturableDecoder(Walkable, Protocol):
         """The decoder layers, all of one size. Their `gradient_checkpointing` may be True."""
 
     @property
-    def rotary_tables(self) -> Mapping[str | None, StaticTables]:
-        """Rotary tables by kind of layer."""
+    def rotary_tables(self) -> Mapping[str | None, RotaryTables]:
+        """Rotary tables by kind of layer. They live longer than a step, so that graphs can read them."""
 
     @property
-    def recompute_plan(self) -> Recomputation | None:
+    def recompute_plan(self) -> RecomputePlan | None:
         """The plan, if the free memory decides which layers are recomputed."""
 
     def get_input_embeddings(self) -> nn.Embedding: ...

@@ -65,7 +65,7 @@ class StaticInputs:
             self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         else:
             for number in range(1 + bucket.n_layers):
-                x = memory.input(number, tokens, bucket.features, bucket.dtype, device)
+                x = memory.rows("input", number, tokens, bucket.features, bucket.dtype, device)
                 self._by_token.append(x.requires_grad_(bucket.trains))
         # `[tokens, C]` each; the inputs that get gradients
         self.leaves = [x for x in self._by_token if x.requires_grad]

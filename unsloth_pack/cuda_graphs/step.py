@@ -26,7 +26,7 @@ from unsloth_pack.cuda_graphs.capture import (
     StepOutput,
     capture_bucket,
 )
-from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, longer_than_launching
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
@@ -69,7 +69,7 @@ class StepGraphs(GraphCache):
     def __str__(self) -> str:
         largest = max(self._graphs, key=lambda bucket: bucket.tokens, default=None)
         times = None if largest is None else self._trials[largest.embedded].times(largest.tokens)
-        shown = "" if times is None else f"; the GPU computes {times.device}, Python launches {times.host}"
+        shown = "" if times is None else "; the GPU computes {}, Python launches {}".format(*times)
         return self._describe(bucket.tokens for bucket in self._graphs) + shown
 
     def replay(
@@ -221,12 +221,9 @@ class StepGraphs(GraphCache):
 
     def _needs_no_graphs(self, bucket: ShapeBucket) -> bool:
         """True if rows of this size are known not to wait for Python; sets `why_not`."""
-        trials = self._trials[bucket.embedded]
-        times = trials.times(bucket.tokens)
-        if times is None or trials.is_held_up(bucket.tokens) is not False:
-            return False
-        self.why_not = longer_than_launching(times)
-        return True
+        why = self._trials[bucket.embedded].why_not_held_up(bucket.tokens)
+        self.why_not = why or self.why_not
+        return why is not None
 
     def _capture(self, decoder: CapturableDecoder, bucket: ShapeBucket, device: torch.device) -> bool:
         """Capture a shape; False if that failed."""

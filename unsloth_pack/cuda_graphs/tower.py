@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unsloth_pack.cuda_graphs.capture import GraphCache, ModuleState
-from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, longer_than_launching
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.memory import GraphMemory, alias_memory
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
@@ -141,7 +141,10 @@ class TowerGraphs(GraphCache):
         self._buckets_seen[bucket] = None
         self._rows_seen[bucket.n_patches] += 1
         is_common = self._rows_seen[bucket.n_patches] > ROWS_BEFORE_CAPTURE or bool(self._graphs)
-        if not is_common or len(self._graphs) == MAX_FORMS or not self._is_held_up(bucket):
+        if not is_common or len(self._graphs) == MAX_FORMS:
+            return None
+        if not self._trials.is_held_up(bucket.n_patches):
+            self.why_not = self._trials.why_not_held_up(bucket.n_patches)
             return None
         bucket = bucket.widened([*self._buckets_seen])
 
@@ -160,13 +163,6 @@ class TowerGraphs(GraphCache):
             return "modules have hooks"
         return "the tower drops at random" if self._drops else None
 
-    def _is_held_up(self, bucket: PatchesShape) -> bool:
-        """True if launching is known to hold the GPU up; sets `why_not` if it is known not to."""
-        is_held_up = self._trials.is_held_up(bucket.n_patches)
-        if is_held_up is False and (times := self._trials.times(bucket.n_patches)) is not None:
-            self.why_not = longer_than_launching(times)
-        return bool(is_held_up)
-
 
 class _CapturedTower:
     """One graph, and the static tensors that it reads and writes."""
@@ -179,7 +175,7 @@ class _CapturedTower:
         static = []
         for number, x in enumerate(patches.tensors):
             n_rows = P * len(x) // len(patches.pixels)
-            flat = memory.input(number, n_rows, x[0].numel(), x.dtype, device)
+            flat = memory.rows("input", number, n_rows, x[0].numel(), x.dtype, device)
             static.append(flat.view(-1, *x.shape[1:]))
         by_patch = dict(zip(patches.by_patch, static[1:], strict=True))
         self._static = replace(patches, pixels=static[0], by_patch=by_patch, rows=self._rows)
