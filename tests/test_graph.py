@@ -603,7 +603,8 @@ def test_a_replay_is_of_the_row_that_came(allocations):
         row = PackedRow.of_lengths(lengths, CPU)
         hidden = captured.output(row, captured.launch(row, ids[None])).hidden
         assert torch.equal(hidden[0], weight[ids])
-        assert captured.step.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
+        ends = captured.step.row.cu_seqlens.tolist()[: len(lengths) + 1]
+        assert ends == [0, *torch.tensor(lengths).cumsum(0)]
         of_hidden = torch.randn(hidden.shape)
         (found,) = torch.autograd.grad(hidden, weight, of_hidden)
         torch.testing.assert_close(found, torch.zeros(8, 4).index_add(0, ids, of_hidden[0]))

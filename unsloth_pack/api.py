@@ -39,8 +39,8 @@ from unsloth_pack.lora.quantised import Fp8Linear, prevent_cpu_packing, quantize
 from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
 from unsloth_pack.lora.trained_parts import (
     check_parts,
+    check_rows_apart,
     list_unquantised_modules,
-    refuse_adapted_rows,
     warn_of_longer_names,
 )
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
@@ -231,7 +231,8 @@ class FastLanguageModel:
         refuse_on_stacks(targets, all_options | {"loftq_config": loftq_config})
         check_parts(model, bias, modules_to_save, options)
         warn_of_longer_names(model, modules_to_save or ())
-        refuse_adapted_rows(model, targets.paths, options.get("trainable_token_indices"))
+        rows = options.get("trainable_token_indices")
+        check_rows_apart(model, targets.paths, rows, "target_modules", tied=False)
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
@@ -242,8 +243,8 @@ class FastLanguageModel:
             fields |= {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
         try:
             config = LoraConfig(**fields | targets.config_fields(r, lora_alpha, options))
-            with warnings.catch_warnings():  # PEFT matches these patterns against modules alone
-                warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
+            with warnings.catch_warnings():  # PEFT matches our pattern of experts against modules alone
+                warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj'\]")
                 # Saving and merging untie weights where they must
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 with placeholder_stacks(model):

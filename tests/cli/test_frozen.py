@@ -60,7 +60,7 @@ def test_rows_of_what_trains_as_a_whole(asked, base, trains, request, refused, m
     folder = request.getfixturevalue(base)
     line = refused(model_name=folder, **{asked: given[asked], trains: "embed_tokens"})
     assert f"{trains} names " in line
-    assert f"embed_tokens, of which {asked} trains some rows alone; leave one of them out" in line
+    assert f"embed_tokens, and {asked} trains single rows of its weight; leave one of them out" in line
     if base == "tied":
         line = refused(model_name=folder, **{asked: given[asked], trains: "lm_head"})
-        assert f"{trains} names lm_head, which is tied to the embedding whose rows {asked} trains" in line
+        assert f"{trains} names lm_head, and {asked} trains single rows of its weight" in line

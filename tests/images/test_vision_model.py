@@ -108,7 +108,7 @@ def test_adapters_go_on_the_chosen_parts_alone(folder, options, tower, language,
     ("options", "message"),
     [
         (dict(finetune_aligner="whole"), "finetune_aligner is 'whole'; give 'full', 'lora' or False"),
-        (dict(finetune_language_layers=False, finetune_aligner=False), "leaves no layer for an adapter"),
+        (dict(finetune_language_layers=False, finetune_aligner=False), "leave no layer for an adapter"),
         (dict(target_modules=["q_proj", "gate_proj"]), "may also mean layers of the tower"),
         (dict(target_modules="no_such"), "matches nothing"),
         (dict(modules_to_save=["no_such"]), "names 'no_such'"),
@@ -250,7 +250,7 @@ def test_names_of_layers_never_hit_a_tower(model_type):
         (TrainedParts(aligner="lora"), {"decoder", "aligner"}),
     ]:
         if trained.aligner == "lora" and "aligner" not in map(parts.kind, linear):  # Gemma 3's is one matrix
-            with pytest.raises(InputError, match="on the aligner, which has no linear layer"):
+            with pytest.raises(InputError, match="the aligner has no linear layer"):
                 vision_targets(model, trained)
             continue
         pattern, saved = vision_targets(model, trained)

@@ -94,7 +94,7 @@ def test_merged_is_trained(parts, base, is_tied, folders, tmp_path):
         pytest.importorskip("bitsandbytes")
     folder = folders(options.pop("architecture", "llama"), is_tied)
     if is_tied and parts in REFUSED_WHERE_TIED:
-        with pytest.raises(InputError, match=r"lm_head.* is tied to the embedding"):
+        with pytest.raises(InputError, match="names lm_head, and trainable_token_indices trains single rows"):
             trained_model(folder, PARTS[parts], **options)
         return
     model, tokenizer = trained_model(folder, PARTS[parts], **options)

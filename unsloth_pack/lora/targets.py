@@ -17,27 +17,12 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
-from unsloth_pack.errors import InputError, raise_together
+from unsloth_pack.errors import InputError
 from unsloth_pack.lora.expert_stacks import is_experts, list_ungated_stacks
 from unsloth_pack.models import arch_spec_for
 
 Names = str | Collection[str]  # of layers, or a pattern
 Options = Mapping[str, Any]  # fields of a `LoraConfig`
-
-
-def check_patterns(adapted: Sequence[str], options: Options) -> None:
-    """Raise InputError for a pattern that no adapted path matches: PEFT ignores it silently."""
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in options.get(field) or {}:
-            try:
-                matches = re.compile(rf"(.*\.)?({pattern})$").match  # as in PEFT
-            except re.error as error:
-                raise InputError(f"{field} has {pattern!r}, which is no pattern: {error}") from None
-            if not any(map(matches, adapted)):
-                names = ", ".join(sorted(set(map(_leaf, adapted)))) or "no layers"
-                raise InputError(
-                    f"{field} has {pattern!r}, which matches none of the adapted layers: {names}"
-                )
 
 
 def make_order_independent(patterns: Options, adapted: Sequence[str]) -> dict[str, Any]:
@@ -54,14 +39,10 @@ def make_order_independent(patterns: Options, adapted: Sequence[str]) -> dict[st
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Raise InputError for `target_parameters` that the model does not have."""
-    if isinstance(names, str):
-        raise InputError(f"target_parameters is {names!r}; give a list of ends of paths")
     paths = [path for path, _ in model.named_parameters()]
-    if absent := [name for name in names if not any(_ends_with(path, name) for path in paths)]:
-        wrong = ", ".join(map(repr, absent))
-        raise InputError(
-            f"target_parameters names {wrong}, and no parameter's path ends so; give ends of paths"
-        )
+    for name in names:
+        if not any(_ends_with(path, name) for path in paths):
+            raise InputError(f"target_parameters names {name!r}, and no parameter's path ends so")
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -152,23 +133,19 @@ def _choose_ungated_stacks(
 def lora_targets(
     model: PreTrainedModel, target_modules: Names | None, options: Options | None = None
 ) -> Targets:
-    """Choose the targets of an adapter.
+    """Choose the targets of an adapter; InputError for one that the model does not have.
 
     Args:
         target_modules: names of layers, whole paths or their ends; a regular expression of whole paths;
             "all-linear"; None for the model's layers among `PROJECTIONS`; or `NO_LAYERS`, PEFT's word for an
             adapter of `modules_to_save` alone.
         options: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
-
-    Raises:
-        InputError: a target that the model does not have, a pattern that matches nothing, or gate without up.
     """
     options = options or {}
     check_parameters(model, options.get("target_parameters") or ())
     notes: list[str] = []
     targets = _choose_targets(model, target_modules, options, notes)
     paths = _list_adapted_paths(model, targets, options)
-    check_patterns(paths, options)
     return replace(targets, paths=tuple(paths), notes=tuple(notes))
 
 
@@ -254,10 +231,8 @@ def _choose_stacks(
         for halves in _HALVES:
             if len(missing := halves - named) == 1:
                 (half,) = halves & named
-                raise InputError(
-                    f"target_modules names {half!r} of experts without {missing.pop()!r}, but one stack "
-                    "holds both; name both or neither"
-                )
+                said = f"target_modules names {half!r} of experts without {missing.pop()!r}"
+                raise InputError(f"{said}, but one stack holds both; name both or neither")
             doubles |= halves <= named
         chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
     return chosen, doubles
@@ -304,9 +279,7 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
     if absent:
         weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
         known = {_leaf(path) for path in [*weighted, *others]}
-        raise InputError(
-            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}"
-        )
+        raise InputError(f"{name} names {absent[0]!r}; the model has {', '.join(sorted(known))}")
 
 
 def _check_targets(model: nn.Module, target_modules: Names, experts: Mapping[str, nn.Module]) -> None:
@@ -319,10 +292,8 @@ def _check_targets(model: nn.Module, target_modules: Names, experts: Mapping[str
         except re.error as error:
             raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
         if not target_modules or not matches:
-            raise InputError(
-                f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
-                "names, or a regular expression of whole paths"
-            )
+            remedy = "give 'all-linear', names, or a regular expression of whole paths"
+            raise InputError(f"target_modules is {target_modules!r}, which matches nothing; {remedy}")
         return
     if not isinstance(target_modules, Sequence | Set) or not target_modules:
         raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
@@ -376,22 +347,12 @@ _WEIGHTLESS_INITS = (True, False, "gaussian")  # the others read a layer's weigh
 
 
 def refuse_on_stacks(targets: Targets, options: Options) -> None:
-    """Raise InputError for options that PEFT does not support on stacked parameters of experts.
-
-    options: fields of the `LoraConfig`, and `loftq_config` as for `get_peft_model`.
-    """
+    """Raise InputError for options of `LoraConfig` that PEFT does not have on stacks of experts."""
     stacks = [*targets.parameters, *(options.get("target_parameters") or ())]
-    if not stacks:
-        return
-    refused = {name: options[name] for name in _LINEAR_ONLY if options.get(name)}
-    if (init := options.get("init_lora_weights", True)) not in _WEIGHTLESS_INITS:
-        refused["init_lora_weights"] = init
-    place = f"stacked parameters of experts ({stacks[0]})"
-    errors = [
-        InputError(
-            f"{name} is {value!r}, which PEFT's LoRA does not have on {place}; drop {name}, or give "
-            "target_modules without layers of experts"
-        )
-        for name, value in refused.items()
-    ]
-    raise_together(errors)
+    refused = [name for name in _LINEAR_ONLY if options.get(name)]
+    if options.get("init_lora_weights", True) not in _WEIGHTLESS_INITS:
+        refused.append("init_lora_weights")
+    if stacks and refused:
+        name = refused[0]
+        said = f"{name} is {options[name]!r}, which PEFT's LoRA does not have on stacks of experts"
+        raise InputError(f"{said}; drop it, or give target_modules without layers of experts")

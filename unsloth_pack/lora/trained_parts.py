@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ Aligner = Literal["full", "lora", False]
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _ALIGNERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
 _ATTENTION, _MLP = re.compile(r"\.(self_)?attn\.|\.attention\."), re.compile(r"\.mlp\.|\.feed_forward\.")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
@@ -87,20 +85,14 @@ class TrainedParts:
 
     def check(self) -> None:
         """Raise InputError for wrong values, and for a choice without a layer for an adapter."""
-        for name in ("vision_layers", "language_layers", "attention_modules", "mlp_modules"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InputError(f"finetune_{name} is {value!r}; give True or False")
         if self.aligner is not False and self.aligner not in ("full", "lora"):
             raise InputError(f"finetune_aligner is {self.aligner!r}; give 'full', 'lora' or False")
         wants_layers = self.vision_layers or self.language_layers
         has_layers = wants_layers and (self.attention_modules or self.mlp_modules)
         if not has_layers and (wants_layers or not self.aligner):
             raise InputError(
-                f"finetune_vision_layers is {self.vision_layers}, finetune_language_layers "
-                f"{self.language_layers}, finetune_attention_modules {self.attention_modules} and "
-                f"finetune_mlp_modules {self.mlp_modules}, which leaves no layer for an adapter; set one of "
-                "each pair, or both of the first to False and finetune_aligner='full'"
+                "the finetune_ arguments leave no layer for an adapter; set one of vision_layers and "
+                "language_layers, and one of attention_modules and mlp_modules"
             )
 
 
@@ -109,9 +101,6 @@ def vision_targets(model: PreTrainedModel, trained: TrainedParts) -> tuple[str, 
 
     The pattern means linear layers of the chosen parts only: a name such as `gate_proj`, which some towers
     have too, never means a layer of another part. Without such layers it is `NO_LAYERS`.
-
-    Raises:
-        InputError: nothing is chosen, or the model has no such layers.
     """
     trained.check()
     parts = VisionParts.locate(model)
@@ -121,12 +110,9 @@ def vision_targets(model: PreTrainedModel, trained: TrainedParts) -> tuple[str, 
     wanted = {"tower": trained.vision_layers, "decoder": trained.language_layers}
     wanted["aligner"] = trained.aligner == "lora"
     for part in {part for part, is_wanted in wanted.items() if is_wanted} - {*map(parts.kind, chosen)}:
-        raise InputError(
-            f"an adapter is to go on the {part}, which has no linear layer of the chosen kinds; choose others"
-            f"{', or give finetune_aligner=' + repr('full') if part == 'aligner' else ''}"
-        )
+        raise InputError(f"the {part} has no linear layer of the chosen kinds for an adapter; choose others")
     saved = [*list_aligner_modules(model, parts)] if trained.aligner == "full" else []
-    return build_pattern(chosen) if chosen else NO_LAYERS, saved
+    return "|".join(map(re.escape, chosen)) or NO_LAYERS, saved
 
 
 def list_tower_layers(model: PreTrainedModel) -> list[str]:
@@ -163,19 +149,6 @@ def list_aligner_modules(model: PreTrainedModel, parts: VisionParts | None = Non
         module = model.get_submodule(path)
         names = [f"{path}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [path]
         yield from (name.partition(".")[2] if name.startswith("model.") else name for name in names)
-
-
-def build_pattern(paths: list[str]) -> str:
-    """Build a regular expression for these paths, with one alternative for all that differ in numbers."""
-    numbers: dict[str, list[list[str]]] = {}
-    for path in paths:
-        numbers.setdefault(_NUMBER.sub("#", path), []).append(_NUMBER.findall(path))
-    alternatives = []
-    for shape, rows in sorted(numbers.items()):
-        choices = [f"({'|'.join(dict.fromkeys(column))})" for column in zip(*rows, strict=True)]
-        pieces = [re.escape(piece) for piece in shape.split("#")]
-        alternatives.append("".join(chain.from_iterable(zip_longest(pieces, choices, fillvalue=""))))
-    return "|".join(alternatives)
 
 
 def list_unquantised_modules(config: PretrainedConfig) -> list[str] | None:
@@ -230,14 +203,6 @@ def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
             require_whole("layers_to_transform", layer, 0, n_layers - 1)
 
 
-def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise InputError for a token id without an embedding, or a repeated one."""
-    for token in ids:
-        require_whole(name, token, 0, vocab_size - 1)
-    if twice := sorted({token for token in ids if [*ids].count(token) > 1}):
-        raise InputError(f"{name} holds {twice[0]} twice; keep one")
-
-
 def _by_module(tokens: TokenIndices) -> Mapping[str, Sequence[int]]:
     """Return PEFT's `trainable_token_indices` by layer."""
     return tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
@@ -249,55 +214,35 @@ def _check_tokens(model: PreTrainedModel, tokens: TokenIndices | None) -> None:
     for ids in () if tokens is None else _by_module(tokens).values():
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
-        check_token_ids("trainable_token_indices", ids, embedding.num_embeddings)
+        for token in ids:
+            require_whole("trainable_token_indices", token, 0, embedding.num_embeddings - 1)
+        if len({*ids}) < len(ids):
+            raise InputError(f"trainable_token_indices is {tokens!r}, with one twice; keep one")
 
 
 def check_rows_apart(
     model: PreTrainedModel,
-    modules: Collection[str],
+    names: Collection[str],
     tokens: TokenIndices | None,
     option: str = "modules_to_save",
     tokens_option: str = "trainable_token_indices",
+    tied: bool = True,
 ) -> None:
-    """Raise InputError for tokens of a layer that trains as a whole, or of one tied to a head that does."""
-    if tokens is None:
-        return
-    for name in modules:
-        if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in _by_module(tokens)}:
-            text = f"{option} names {name}, of which {tokens_option} trains some rows alone"
-            raise InputError(f"{text}; leave one of them out")
-    output = model.get_output_embeddings()
-    head = next((name for name, module in model.named_modules() if module is output), "")
-    is_tied = output.weight is model.get_input_embeddings().weight
-    saved = [name for name in modules if name == head or head.endswith(f".{name}")]
-    if is_tied and saved:
-        text = f"{option} names {saved[0]}, which is tied to the embedding whose rows {tokens_option} trains"
-        raise InputError(f"{text}; leave one of them out")
+    """Raise InputError for layers that `option` names, of whose weights `tokens_option` trains single rows.
 
-
-def refuse_adapted_rows(
-    model: PreTrainedModel,
-    adapted: Collection[str],
-    tokens: TokenIndices | None,
-    option: str = "trainable_token_indices",
-    tied_head: bool = False,
-) -> None:
-    """Raise InputError for an adapter on an embedding, or on a head, of which some rows train alone.
-
-    With `tied_head` also on a tied head, which TRL's loss ignores.
+    Args:
+        names: ends of paths.
+        tied: True to refuse a layer, too, that shares its weight with the one of the rows.
     """
     if tokens is None:
         return
-    names = tokens if isinstance(tokens, Mapping) else ()
-    embedding = model.get_input_embeddings()
-    named = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
-    layers = named or [embedding]
+    layers: list[Any] = [model.get_input_embeddings()]
+    if isinstance(tokens, Mapping):
+        ends = {name.rpartition(".")[2] for name in tokens}
+        layers = [module for path, module in model.named_modules() if path.rpartition(".")[2] in ends]
+    weights = [layer.weight for layer in layers]
     for path, module in model.named_modules():
-        if path not in adapted:
-            continue
-        if module in layers or (tied_head and any(module.weight is layer.weight for layer in layers)):
-            name = path.rpartition(".")[2]
-            raise InputError(
-                f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "
-                f"leave {name} out of target_modules, or leave out {option}"
-            )
+        is_one = module in layers or (tied and any(getattr(module, "weight", None) is w for w in weights))
+        if is_one and any(path == name or path.endswith(f".{name}") for name in names):
+            said = f"{option} names {path.rpartition('.')[2]}, and {tokens_option} trains single rows"
+            raise InputError(f"{said} of its weight; leave one of them out")

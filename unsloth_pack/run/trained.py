@@ -1,6 +1,8 @@
 """The parts of a model that train, from the options: checked without weights, chosen, and frozen."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,10 @@ from unsloth_pack.lora.targets import (
 from unsloth_pack.lora.trained_parts import (
     TrainedParts,
     VisionParts,
-    build_pattern,
     check_parts,
     check_rows_apart,
     list_aligner_modules,
     list_tower_layers,
-    refuse_adapted_rows,
     vision_targets,
 )
 from unsloth_pack.modules import (
@@ -112,9 +112,10 @@ def _check_targets(model: PreTrainedModel, adapter: AdapterOptions, further: Map
     wanted = {**further, **{name: getattr(adapter, name) for name in _NOT_ON_EXPERTS}}
     targets = lora_targets(model, adapter.target_modules, wanted)
     refuse_on_stacks(targets, wanted)
-    refuse_adapted_rows(model, targets.paths, further.get("trainable_token_indices"), tied_head=True)
+    refuse = partial(check_rows_apart, model, targets.paths, option="target_modules")
+    refuse(further.get("trainable_token_indices"))
     if adapter.add_tokens is not None:
-        refuse_adapted_rows(model, targets.paths, rows_to_train(model, [0]), "add_tokens", tied_head=True)
+        refuse(rows_to_train(model, [0]), tokens_option="add_tokens")
 
 
 def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterator[InputError]:
@@ -167,7 +168,7 @@ def _targets(model: PreTrainedModel, names: str | Collection[str] | None, images
         )
     of_text = limit_to_text_model(model, names if isinstance(names, str) else [*names], {}, [])
     chosen = [path for path in of_experts if path.rpartition(".")[2] in names]
-    return build_pattern([*list_tower_layers(model), *of_text, *chosen])
+    return "|".join(map(re.escape, [*list_tower_layers(model), *of_text, *chosen]))
 
 
 def freeze_parts(model: nn.Module, images: ImageOptions, begun_with: str | None = None) -> None:
