@@ -1,7 +1,8 @@
-"""A merged model computes what was trained, or one line says why not: every tuner and variant of PEFT."""
+"""A merged model computes what was trained, or one line says why not: tuners and variants of PEFT."""
 
 import copy
 import re
+from itertools import product
 from typing import Any, NamedTuple
 
 import peft
@@ -192,20 +193,11 @@ def refusal_of(save):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "base"), [*product(CASES, BASES), *product(IN_4_BITS, ["4 bits"])])
 def test_equal_or_refused(case, base, folders, tmp_path):
-    check_equal_or_refused(case, base, folders, tmp_path)
-
-
-@pytest.mark.parametrize("case", IN_4_BITS)
-def test_equal_or_refused_in_4_bits(case, folders, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    check_equal_or_refused(case, "4 bits", folders, tmp_path)
-
-
-def check_equal_or_refused(case, base, folders, tmp_path):
     in_4_bits = base == "4 bits"
+    if in_4_bits:
+        pytest.importorskip("bitsandbytes")
     model, tokenizer = loaded(folders(case, "tied" if in_4_bits else base), load_in_4bit=in_4_bits)
     target = tmp_path / "merged"
     if why := CASES[case].refused:

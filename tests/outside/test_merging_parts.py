@@ -5,15 +5,14 @@ import torch
 from model_folder import save_model
 from outside_models import DEVICE
 from peft import PeftModel
+from test_merging import logits
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import FastLanguageModel, InputError
 
-IDS = torch.tensor([[3, 40, 4, 5, 99, 7, 257, 3, 200, 4, 31, 5, 6, 12, 5, 90]])
 PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 PARTS = {
     "tokens, head": {"trainable_token_indices": [3, 40], "modules_to_save": ["lm_head"]},
-    "tokens, norms": {"trainable_token_indices": [3, 40], "modules_to_save": ["norm", "input_layernorm"]},
     "tokens, LoRA on the head": {
         "trainable_token_indices": [3, 257],
         "target_modules": [*PROJECTIONS, "lm_head"],
@@ -21,10 +20,6 @@ PARTS = {
     "LoRA on the embedding, head": {
         "target_modules": [*PROJECTIONS, "embed_tokens"],
         "modules_to_save": ["lm_head"],
-    },
-    "LoRA on the embedding, norms": {
-        "target_modules": [*PROJECTIONS, "embed_tokens"],
-        "modules_to_save": ["norm"],
     },
     "embedding, LoRA on the head": {
         "modules_to_save": ["embed_tokens"],
@@ -71,14 +66,6 @@ def trained_model(folder, parts, **options):
             if parameter.requires_grad:
                 parameter.add_(0.15 * torch.randn_like(parameter))
     return model, tokenizer
-
-
-def logits(model):
-    model.eval()
-    for module in model.modules():  # bitsandbytes packs weights anew, and rounds, in inference on some CPUs
-        module.training = type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
-    with torch.no_grad():
-        return model(input_ids=IDS.to(model.device)).logits.double().cpu()
 
 
 def distance(one, other):
