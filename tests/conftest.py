@@ -128,9 +128,9 @@ def leak(monkeypatch):
     def shifted(row):
         if len(row.lengths) < 2:
             return right(row)
-        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
-        row.__dict__["unstack"] = wrong.unstack
-        return right(wrong)
+        return right(
+            PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
+        )
 
     monkeypatch.setattr(PackedRow, "stacks", property(shifted))
     monkeypatch.setattr("unsloth_pack.layers.leak_probe._LENGTHS", (7, 3, 16, 2))

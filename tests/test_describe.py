@@ -101,15 +101,16 @@ def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatc
 def test_stacks_hold_every_token_once_and_never_mix_documents(lengths):
     row = PackedRow.of_lengths(tuple(lengths), CPU)
     document = np.repeat(np.arange(len(lengths)), lengths)
-    for stack in row.stacks:
+    stacks, unstack = row.stacks
+    for stack in stacks:
         of_slot = document[stack.numpy()]
         assert (of_slot == of_slot[:, :1]).all()
         assert (np.diff(row.positions[stack.numpy()], axis=1) >= 0).all()
     tokens = torch.arange(sum(lengths))
-    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
-    columns = torch.cat([torch.arange(stack.shape[1]).repeat(len(stack)) for stack in row.stacks])
-    assert torch.equal(columns[row.unstack], row.position_ids)  # no filler stands for a token
-    assert sum(stack.numel() for stack in row.stacks) <= 4 / 3 * sum(lengths) + len(lengths)
+    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in stacks])[unstack], tokens)
+    columns = torch.cat([torch.arange(stack.shape[1]).repeat(len(stack)) for stack in stacks])
+    assert torch.equal(columns[unstack], row.position_ids)  # no filler stands for a token
+    assert sum(stack.numel() for stack in stacks) <= 4 / 3 * sum(lengths) + len(lengths)
 
 
 def test_a_row_on_another_device_shares_nothing_that_was_made_for_the_first():
@@ -251,14 +252,13 @@ def longest(what, value, **description):
 ROW = {"packed_seq_lengths": [3, 4]}
 TWO_ENDS = {"cu_seq_lens_q": [0, 3, 7]}
 REFUSED = [
-    ({"packed_seq_lengths": [3, 5]}, "sum to 8", "7 tokens", "give the lengths"),
-    ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "whole numbers"),
+    ({"packed_seq_lengths": [3, 5]}, "[3, 5]", "7 tokens", "give the length"),
+    ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "give the length"),
     ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
     ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
     ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
     ({"packed_seq_lengths": [3.5, 3.5]}, "packed_seq_lengths is", "[3.5, 3.5]", "give the length"),
     ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
-    ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
     *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7], [0, [3, 7]])),
     running_sum(7, "[7]"),
     running_sum(torch.zeros(0, dtype=torch.int32), "[]"),
@@ -290,12 +290,17 @@ REFUSED = [
             ([1, 2, 3, -100, 5, 6, 7], "counted in num_items_in_batch", "-100"),
         )
     ),
-    ({**ROW, "attention_mask": torch.ones(1, 1, 7, 7)}, "shape [1, 1, 7, 7]", "[1, 7]", "leave it out"),
-    ({**ROW, "attention_mask": {"full": None}}, "attention_mask is a dict", "[1, 7]", "leave it out"),
+    (
+        {**ROW, "attention_mask": torch.ones(1, 1, 7, 7)},
+        "attention_mask is [1, 1, 7, 7]",
+        "[1, 7]",
+        "leave it out",
+    ),
+    ({**ROW, "attention_mask": {"full": None}}, "attention_mask is dict", "[1, 7]", "leave it out"),
     masked(1, 1, 1, 1, 1, 0, 0),
     masked(0, 1, 1, 1, 1, 1, 1),
     masked(1, 1, 1, 0, 0, 0, 0),
-    masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps no token", value="row"),
+    masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps 0 tokens", value="row"),
     (
         {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
         *("attention_mask", "[4, 3]", "give one of them"),
@@ -303,7 +308,7 @@ REFUSED = [
     ({"position_ids": torch.arange(6)}, "position_ids", "[6]", "one number a token"),
     (
         {"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])},
-        "reach down to",
+        "reach from",
         "-1",
         "start each document at 0",
     ),
@@ -325,17 +330,12 @@ def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy)
         assert part in message
 
 
-def test_cumulative_lengths_describe_a_single_row():
-    with pytest.raises(InputError, match=r"describes one row, the input ids have 2; flatten them"):
-        describe_row((2, 7), CPU, cu_seq_lens_q=[0, 7, 14])
-
-
 def test_what_is_left_of_a_running_sum_that_was_cut_to_the_number_of_rows():
     """As accelerate's dispatcher of streamed rows cuts it; the other descriptions come whole."""
     cut = {"cu_seq_lens_q": torch.tensor([0]), "cu_seq_lens_k": torch.tensor([0])}
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     assert describe_row((1, 7), CPU, **cut, position_ids=positions).lengths == (3, 4)
-    with pytest.raises(InputError, match=r"cu_seq_lens_q is \[0\] for 7 tokens"):
+    with pytest.raises(InputError, match=r"cu_seq_lens_q is \[0\] for"):
         describe_row((1, 7), CPU, **cut)
 
 

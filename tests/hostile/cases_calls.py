@@ -91,13 +91,12 @@ def positions(*lengths: int) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-SUM = "sum to 13, more than its 12 tokens; give the lengths of this very row"
-WHOLE = "lengths are whole numbers of tokens"
+SUM = "of 12 tokens; give the length of each document"
 RUNNING = "give 0 and the running sum of the lengths"
 # Every refusal of a description has its case in tests/test_describe.py
 CALLS = [
     forward("lengths beyond the row", SUM, packed_seq_lengths=[5, 8]),
-    forward("a negative length", WHOLE, packed_seq_lengths=[14, -2]),
+    forward("a negative length", SUM, packed_seq_lengths=[14, -2]),
     forward("no tokens", "hold no token", packed_seq_lengths=[0, 0]),
     forward("two rows of one", "2 rows of 1", packed_seq_lengths=[[5], [7]]),
     forward("a keyword cut short", "do you mean packed_seq_lengths", packed_seq_length=[5, 7]),

@@ -207,11 +207,12 @@ def a_row_holds_every_token_once(lengths):
     assert row.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
     assert row.starts.tolist() == [int(np.argmax(document == i)) for i in range(len(lengths))]
     assert row.positions.tolist() == [i for length in lengths for i in range(length)]
-    assert row.unscored.tolist() == row.starts.tolist()
+    assert row.unscored_places.tolist() == row.starts.tolist()
     tokens = torch.arange(n)
-    for stack in row.stacks:
+    stacks, unstack = row.stacks
+    for stack in stacks:
         assert (document[stack.numpy()] == document[stack.numpy()][:, :1]).all()
-    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
+    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in stacks])[unstack], tokens)
     labels = row.mask_labels(tokens + 1)
     assert (labels == -100).sum() == len(lengths)
 

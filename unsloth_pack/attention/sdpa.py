@@ -48,8 +48,8 @@ def attend(
 ) -> Tensor:
     if keys is not None:
         return _attend_other_keys(q_NHD, k_NKD, v_NKD, row, options, keys)
-    outs = []
-    for stack_SL in row.stacks if options.causal else row.equal_stacks:  # nothing else would hide padding
+    outs, (stacks, unstack) = [], row.stacks if options.causal else row.equal_stacks
+    for stack_SL in stacks:
         q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         length = stack_SL.shape[1]
         window = None if options.window is None or options.window >= length else options.window
@@ -60,7 +60,7 @@ def attend(
         else:
             out_SLHD = attend_dense(q, k, v, None, options, sinks_H)
         outs.append(out_SLHD.flatten(0, 1))
-    return torch.cat(outs)[row.unstack if options.causal else row.unstack_equal]
+    return torch.cat(outs)[unstack]
 
 
 def _attend_other_keys(

@@ -108,7 +108,7 @@ class StepLabels:
         if self.labels is not None:
             self.labels = row.mask_labels(self.labels, self.ignore_index)
         if self.shift_labels is not None:
-            self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)
+            self.shift_labels = row.mask_labels(self.shift_labels, self.ignore_index, is_shifted=True)
             if self.labels is not None:
                 call.checks += refuse_contradicting_labels(self.labels, self.shift_labels, ignore_index)
 

@@ -35,13 +35,9 @@ _LENGTH_KEYWORDS = ("packed_seq_lengths", "seq_lengths")
 _RUNNING_SUMS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 ROW_KEYWORDS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, *_MAX_LENGTHS, "seq_idx")
-PER_TOKEN = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # how it grows within a document
-_BY_TRUST = (
-    *_RUNNING_SUMS,
-    "seq_idx",
-    *_LENGTH_KEYWORDS,
-    "position_ids",
-)  # the first that is there says where padding is
+_PER_TOKEN = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # how it grows within a document
+# The first of these that a call has says where the padding is
+_DESCRIPTIONS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, "seq_idx", "position_ids")
 LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
 _SYNONYMS = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 _SIMILARITY = 0.75  # of difflib, from 0 to 1
@@ -67,10 +63,8 @@ def row_from_call(
 
     Args:
         inputs: the decoder's named arguments.
-        kwargs: the call's other arguments: `packed_row` (the row itself, or where the padding of an ordinary
-            batch stands), or those of `ROW_KEYWORDS`.
-        unpad: returns the `PaddedBatch` of an ordinary batch that is to lose its padding; takes what is known
-            of it.
+        kwargs: the call's others: `packed_row` (a row, or an ordinary batch), or those of `ROW_KEYWORDS`.
+        unpad: returns the `PaddedBatch` of an ordinary batch that is to lose its padding, perhaps known.
 
     Raises:
         InputError: as `describe_row`; documents that continue a cache; input ids that are not `[B, T]`; a
@@ -115,11 +109,7 @@ def row_from_call(
 
 
 def _split_axes(position_ids: object, shape: tuple[int, int]) -> tuple[Any, Tensor | None]:
-    """Split position ids into those along the text and those on three axes, `[3, B, T]`.
-
-    transformers' models of vision and language pass `[4, B, T]` with both, or `[3, B, T]` with the axes
-    alone.
-    """
+    """Split `[4, B, T]` into positions along the text and on three axes; `[3, B, T]` are the axes alone."""
     if not isinstance(position_ids, Tensor) or position_ids.shape[1:] != shape:
         return position_ids, None
     if len(position_ids) == 4:
@@ -143,29 +133,22 @@ def describe_row(
         attention_mask: `[B, T]`; zeros must be padding at the end of a packed row. A mask that numbers the
             documents from 1 has to agree with the other descriptions.
         axes: `[3, B, T]`; rotary positions in time, height and width, from 0 in every document.
-        descriptions: None means absent.
-
-            - packed_seq_lengths: int tensor or list `[n]`; for several rows a list of lists, or `[B, n]`
-                padded with 0. A sum below T leaves a padded tail.
-            - seq_lengths: likewise; the lists of several examples that were joined to one row follow each
-                other.
-            - cu_seq_lens_q, cu_seq_lens_k: int tensor or list `[n + 1]`, 0 and the running sum of lengths.
-            - max_length_q, max_length_k: int, at least the longest document.
-            - seq_idx: `[B, T]`, the number of each token's document.
-            - position_ids: `[B, T]`, `[1, T]` or `[T]`; a document starts wherever they do not continue by
-                one.
+        descriptions: see above; tensors, arrays or lists of whole numbers, or None. For several rows
+            `packed_seq_lengths` and `seq_lengths` are lists of lists, or `[B, n]` padded with 0; a sum below
+            T leaves a padded tail. `seq_idx` and `position_ids` are `[B, T]`, `[1, T]` or `[T]`; a document
+            starts wherever positions do not continue by one.
 
     Raises:
         InputError: lengths are negative or exceed T, two descriptions disagree, or the mask does not fit a
             packed row.
     """
-    present = {name: descriptions[name] for name in _BY_TRUST if descriptions.get(name) is not None}
+    present = {name: descriptions[name] for name in _DESCRIPTIONS if descriptions.get(name) is not None}
     max_lengths = {name: descriptions[name] for name in _MAX_LENGTHS if descriptions.get(name) is not None}
     # accelerate's dispatcher of streamed rows cuts a running sum to one number
-    present = {name: x for name, x in present.items() if not _is_cut(name, x)} or present
+    cut = {name for name in _RUNNING_SUMS if getattr(present.get(name), "shape", None) == (1,)}
+    present = {name: x for name, x in present.items() if name not in cut} or present
     if not present:
-        if max_lengths:
-            (name, value), *_ = max_lengths.items()
+        for name, value in max_lengths.items():
             raise InputError(
                 f"{name} is {value} and nothing says where documents end; give cu_seq_lens_q too"
             )
@@ -173,46 +156,39 @@ def describe_row(
     has_row_mask = isinstance(attention_mask, Tensor) and attention_mask.shape == shape
     others = {"attention_mask": attention_mask if has_row_mask else None, "axes": axes}
     host = copy_to_host(present | {name: value for name, value in others.items() if value is not None})
-    axes_on_host = host.pop("axes", None)
     for name in ("seq_idx", "position_ids"):
         if name in host:
             host[name] = _broadcast_per_token(name, host[name], shape)
     positions, mask = host.get("position_ids"), host.get("attention_mask")
-    real = None if mask is None or mask.all() else mask
-    documents = _read_documents(host, shape)
-    if positions is not None and positions.size and positions.max() > LAST_POSITION:
-        raise InputError(f"position_ids reach {positions.max()}; give positions up to {LAST_POSITION}")
-    has_positions_alone = list(documents) == ["position_ids"] and not max_lengths
-    if positions is not None and has_positions_alone and _is_ordinary_batch(positions, real):
+    real = None if mask is None or mask.all() else mask != 0
+    numbering = ["attention_mask"] if mask is not None and (mask > 1).any() else []
+    documents = {n: _read_documents(n, host[n], shape, mask is not None) for n in [*present, *numbering]}
+    if (
+        [*documents] == ["position_ids"]
+        and not max_lengths
+        and _is_ordinary_batch(host["position_ids"], real)
+    ):
         return None
     if attention_mask is not None and not has_row_mask:
-        form = getattr(attention_mask, "shape", None)
-        form = f"a {type(attention_mask).__name__}" if form is None else f"of shape {list(form)}"
+        form = list(getattr(attention_mask, "shape", [])) or type(attention_mask).__name__
         raise InputError(f"attention_mask is {form}, the packed row {list(shape)}; leave it out")
+    first = next(iter(documents))
     if real is not None:
-        if not real.any():
-            raise InputError("attention_mask keeps no token of any row; leave it out, or give 1 for tokens")
-        documents = {name: _drop_padding(name, rows, real) for name, rows in documents.items()}
+        documents[first] = _drop_padding(first, documents[first], real)
     rows = _check_agreement(documents, max_lengths)
     row = _build_row(rows, positions, shape, device)
-    return row if axes_on_host is None else add_axes(row, axes_on_host)
-
-
-def _is_cut(name: str, value: object) -> bool:
-    return name in _RUNNING_SUMS and isinstance(value, Tensor) and value.shape == (1,)
+    return row if axes is None else add_axes(row, host["axes"])
 
 
 def copy_to_host(descriptions: Mapping[str, Any]) -> dict[str, Any]:
     """Copy every description to the host, as numpy or nested lists, in one transfer from the device."""
-    host: dict[str, Any] = {}
-    remote: dict[str, Tensor] = {}
-    for name, value in descriptions.items():
+    host = dict(descriptions)
+    for name, value in host.items():
         if isinstance(value, Tensor) and name not in ("attention_mask", "axes") and value.is_floating_point():
             raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
-        if is_remote(value):
-            remote[name] = value
-        else:
-            host[name] = value.detach().numpy().astype(np.int64) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor) and not is_remote(value):
+            host[name] = value.detach().numpy().astype(np.int64)
+    remote = {name: value for name, value in host.items() if is_remote(value)}
     if remote:
         flat = torch.cat([value.reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
         for name, value in remote.items():
@@ -223,21 +199,6 @@ def copy_to_host(descriptions: Mapping[str, Any]) -> dict[str, Any]:
 def is_remote(value: object) -> bool:
     """Return whether a value is a tensor on a device."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
-def _read_documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, list[list[int]]]:
-    """Read the document lengths of every row from each description."""
-    documents: dict[str, list[list[int]]] = {}
-    for name in _LENGTH_KEYWORDS:
-        if name in host:
-            documents[name] = _read_lengths(name, host[name], shape, "attention_mask" in host)
-    for name in _RUNNING_SUMS:
-        if name in host:
-            documents[name] = [_read_running_sum(name, host[name], shape)]
-    for name, step in PER_TOKEN.items():
-        if name in host and (name != "attention_mask" or (host[name] > 1).any()):
-            documents[name] = _measure_runs(host[name], step)
-    return documents
 
 
 def _read_whole(name: str, values: object, remedy: str) -> np.ndarray:
@@ -264,41 +225,39 @@ def _broadcast_per_token(name: str, values: object, shape: tuple[int, int]) -> n
     return np.broadcast_to(array, shape)
 
 
-def _read_lengths(name: str, values: Any, shape: tuple[int, int], has_mask: bool) -> list[list[int]]:
-    """Read lists of lengths, one a row; they may also be the list of a single row."""
+def _read_documents(name: str, values: Any, shape: tuple[int, int], has_mask: bool) -> list[list[int]]:
+    """Read the document lengths of every row from a description."""
+    if name in _PER_TOKEN:
+        return _measure_runs(values, _PER_TOKEN[name])
+    if name in _RUNNING_SUMS:
+        remedy = "give 0 and the running sum of the lengths of one row"
+        cu = _read_whole(name, values, remedy).reshape(-1)
+        if (
+            shape[0] != 1
+            or not cu.size
+            or cu[0] != 0
+            or (np.diff(cu) < 0).any()
+            or not 0 < cu[-1] <= shape[1]
+        ):
+            raise InputError(f"{name} is {cu[:8].tolist()} for {list(shape)} tokens; {remedy}")
+        return [[length for length in np.diff(cu).tolist() if length]]
+    remedy = "give the length of each document"
     has_items = (isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0) and len(values) > 0
     is_nested = has_items and bool(getattr(values[0], "ndim", isinstance(values[0], Sequence)))
-    remedy = "give the length of each document"
     rows = [_read_whole(name, row, remedy) for row in (values if is_nested else [values])]
-    if any(row.ndim != 1 for row in rows):
-        raise InputError(f"{name} is {reprlib.repr(values)}; {remedy}")
     if name == "seq_lengths" and shape[0] == 1:  # of several examples, joined to one row
-        rows = [np.concatenate(rows)]
-    elif name == "seq_lengths" and len(rows[0]) == shape[0] and has_mask:
+        rows = [np.concatenate([row.reshape(-1) for row in rows])]
+    elif name == "seq_lengths" and rows[0].shape == shape[:1] and has_mask:
         rows = list(rows[0][:, None])  # of a column of numbers; the mask has to agree
     if len(rows) != shape[0]:
         raise InputError(f"{name} describes {len(rows)} rows of {shape[0]}; give one list a row")
     for number, row in enumerate(rows):
-        if (row < 0).any():
-            raise InputError(
-                f"{name} of row {number} are {row[:8].tolist()}; lengths are whole numbers of tokens"
-            )
-        if (total := sum(row.tolist())) > shape[1]:
-            what = f"{name} of row {number} sum to {total}, more than its {shape[1]} tokens"
-            raise InputError(f"{what}; give the lengths of this very row")
+        if row.ndim != 1 or (row < 0).any() or row.sum() > shape[1]:
+            what = f"{name} of row {number} are {row.reshape(-1)[:8].tolist()}, of {shape[1]} tokens"
+            raise InputError(f"{what}; {remedy}")
     if not any(map(np.any, rows)):
         raise InputError(f"{name} {rows[0][:8].tolist()} hold no token; {remedy}")
     return [row[row > 0].tolist() for row in rows]
-
-
-def _read_running_sum(name: str, values: object, shape: tuple[int, int]) -> list[int]:
-    remedy = "give 0 and the running sum of the lengths"
-    cu = _read_whole(name, values, remedy).reshape(-1)
-    if shape[0] != 1:
-        raise InputError(f"{name} describes one row, the input ids have {shape[0]}; flatten them to [1, T]")
-    if not cu.size or cu[0] != 0 or (cu[1:] < cu[:-1]).any() or not 0 < cu[-1] <= shape[1]:
-        raise InputError(f"{name} is {cu[:8].tolist()} for {shape[1]} tokens; {remedy}")
-    return [length for length in np.diff(cu).tolist() if length]
 
 
 def _measure_runs(rows: np.ndarray, step: int) -> list[list[int]]:
@@ -308,14 +267,14 @@ def _measure_runs(rows: np.ndarray, step: int) -> list[list[int]]:
 
 
 def _drop_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[list[int]]:
-    """Drop the padding at the end of every row, 0 in `real` `[B, T]`, from its document lengths."""
+    """Drop the padding at the end of every row, False in `real` `[B, T]`, from its document lengths."""
     documents = []
     for number, lengths in enumerate(rows):
-        n_real = (real[number] != 0).sum()
+        n_real = real[number].sum()
         ends = np.cumsum([0, *lengths])
         # Lengths leave padding out; the other descriptions count it as documents of its own
         may_end = ends[-1:] if name in _LENGTH_KEYWORDS else ends
-        if (real[number][:n_real] == 0).any() or n_real not in may_end:
+        if not real[number][:n_real].all() or n_real not in may_end or not real.any():
             raise InputError(
                 f"attention_mask keeps {n_real} tokens of row {number}, {name} has {lengths[:8]}; "
                 "leave it out, or mask only the padding at the end of the row"
@@ -327,8 +286,8 @@ def _drop_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[li
 def _is_ordinary_batch(positions: np.ndarray, real: np.ndarray | None) -> bool:
     """Return whether the unmasked tokens of every row form one run, as in a padded batch."""
     if real is None or not real.any():  # a mask that leaves no token says nothing
-        real = np.ones_like(positions)
-    return all((np.diff(row[mask != 0]) == 1).all() for row, mask in zip(positions, real, strict=True))
+        real = np.ones_like(positions, dtype=bool)
+    return all((np.diff(row[mask]) == 1).all() for row, mask in zip(positions, real, strict=True))
 
 
 def _check_agreement(
@@ -339,7 +298,7 @@ def _check_agreement(
     for name, other_rows in others:
         for number, (row, other) in enumerate(zip(rows, other_rows, strict=True)):
             # Descriptions per token number the padding too, in runs of its own
-            if row != (other[: len(row)] if name in PER_TOKEN else other):
+            if row != (other[: len(row)] if name in _PER_TOKEN else other):
                 raise InputError(
                     f"{first} and {name} disagree on row {number}: documents of {row[:8]} tokens against "
                     f"{other[:8]}; give one of them, or make them agree"
@@ -364,21 +323,25 @@ def _build_row(
         lengths += [*row, tail] if tail else row
         is_padding += [False] * len(row) + [True] * bool(tail)
     restarting = np.concatenate([np.arange(length) for length in lengths])
-    if positions is None:
-        positions = restarting
-    else:
-        positions = np.where(np.repeat(is_padding, lengths), restarting, positions.reshape(-1))
-        if positions.min() < 0:
-            raise InputError(f"position_ids reach down to {positions.min()}; start each document at 0")
-    return PackedRow(tuple(lengths), tuple(is_padding), positions, shape, device)
+    if positions is not None:
+        restarting = np.where(np.repeat(is_padding, lengths), restarting, positions.reshape(-1))
+        _check_range(restarting)
+    return PackedRow(tuple(lengths), tuple(is_padding), restarting, shape, device)
+
+
+def _check_range(positions: np.ndarray) -> None:
+    if positions.min() < 0 or positions.max() > LAST_POSITION:
+        raise InputError(
+            f"position_ids reach from {positions.min()} to {positions.max()}; start each document at 0, and "
+            f"give positions up to {LAST_POSITION}"
+        )
 
 
 def add_axes(row: PackedRow, axes: np.ndarray) -> PackedRow:
     """Return the row with rotary positions `[3, B, T]` on three axes; padding keeps the row's own.
 
     Raises:
-        InputError: a document does not start at 0 on all axes, or a position is negative or too large for
-            float32.
+        InputError: a document does not start at 0 on all axes, or a position is out of range.
     """
     axes = axes.reshape(3, -1).astype(np.int64)
     axes = np.where(np.repeat(row.is_padding, row.lengths), row.positions, axes)
@@ -389,10 +352,7 @@ def add_axes(row: PackedRow, axes: np.ndarray) -> PackedRow:
             f"position_ids of document {document} start at {starts[:, document].tolist()} in time, height "
             "and width; let every document start at 0"
         )
-    if axes.min() < 0 or axes.max() > LAST_POSITION:
-        raise InputError(
-            f"position_ids reach from {axes.min()} to {axes.max()}; give positions from 0 to {LAST_POSITION}"
-        )
+    _check_range(axes)
     return replace(row, axes=axes, _built={})
 
 
@@ -413,9 +373,9 @@ def refuse_leaking_masks(masks: object, position_ids: object) -> None:
     Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
     `position_ids` `[B, T]` start from 0 in each document; anything else passes.
     """
-    if not isinstance(masks, dict) or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+    if not isinstance(masks, dict) or not isinstance(position_ids, Tensor) or is_tracing(position_ids):
         return
-    if is_tracing(position_ids) or position_ids.shape[1] == 1:
+    if position_ids.ndim != 2 or position_ids.shape[1] == 1:
         return
     documents = (position_ids == 0).cumsum(dim=1)
     if int(documents.max()) <= 1:

@@ -52,12 +52,10 @@ class RowImages:
         places = np.flatnonzero(is_placeholder)
         _refuse_other_count(places, sizes)
         images = cls(places, sizes)
-        document_of = np.repeat(np.arange(len(row.lengths)), row.lengths)
         first, last = images.starts, images.starts + sizes - 1
-        is_one_run = (places[np.cumsum(sizes) - 1] == last) if len(sizes) else np.ones(0, dtype=bool)
-        is_inside = is_one_run & (document_of[first] == document_of[np.minimum(last, row.n_tokens - 1)])
-        if not is_inside.all():
-            number = int(np.flatnonzero(~is_inside)[0])
+        is_one_run = places[np.cumsum(sizes, dtype=np.int64) - 1] == last
+        begins, ends = (np.searchsorted(row.starts, each, side="right") for each in (first, last))
+        for number in np.flatnonzero(~is_one_run | (begins != ends)):
             raise InputError(
                 f"image {number} of a row has {sizes[number]} tokens, which do not stand side by side in one "
                 f"document from token {first[number]} on; check the boundaries, and the order of the images"
@@ -174,8 +172,7 @@ class BlockRows:
             places.copy_(filled, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class BlockShape:
+class BlockShape(NamedTuple):
     """The sizes of blocks, rounded up."""
 
     blocks: int  # in a row
@@ -187,19 +184,15 @@ class BlockShape:
     def from_row(cls, row: PackedRow) -> "BlockShape":
         """Round up: tokens in steps of a sixteenth of the power of 2 above, the others to powers of 2."""
         blocks, queries, earlier, longest = _sizes(row)
-        return cls(
-            power_of_2(max(blocks, 8)),
-            round_up(queries, 64),
-            round_up(max(earlier, 1), 64),
-            power_of_2(max(longest, 16)),
-        )
+        tokens = round_up(queries, 64), round_up(max(earlier, 1), 64)
+        return cls(power_of_2(max(blocks, 8)), *tokens, power_of_2(max(longest, 16)))
 
     def widened(self, other: "BlockShape") -> "BlockShape":
         """Return the shape that is as large as either."""
-        return BlockShape(*map(max, self._numbers, other._numbers))
+        return BlockShape(*map(max, self, other))
 
     def holds(self, row: PackedRow) -> bool:
-        return all(size <= most for size, most in zip(_sizes(row), self._numbers, strict=True))
+        return all(size <= most for size, most in zip(_sizes(row), self, strict=True))
 
     def earlier_within(self, window: int | None) -> int:
         """Return how many keys before the blocks a window leaves at most."""
@@ -209,10 +202,6 @@ class BlockShape:
         """Return how many runs of padding, none longer than a block or `longest` keys, fill the shape up."""
         for_queries = -(-self.queries // (self.longest - 1))
         return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
-
-    @property
-    def _numbers(self) -> tuple[int, ...]:
-        return self.blocks, self.queries, self.earlier, self.longest
 
 
 class _Runs(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import ModelOutput
+from torch.utils._pytree import tree_map_only
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.launch import HostCopy
@@ -41,8 +41,7 @@ def check_labels(
     """Return labels as int64 after checking them; only values on a CPU are read.
 
     Args:
-        shape: (B, T) of a packed row; None for an ordinary batch, whose labels may be those of
-            `logits_to_keep`.
+        shape: (B, T) of a packed row; None for an ordinary batch, which may have other labels.
         n_outputs: of the head; None where it is unknown, or where labels may be something else than ids.
 
     Raises:
@@ -121,12 +120,8 @@ def warn_of_counted_labels(row: PackedRow, labels: Tensor, ignore_index: int) ->
 
 def _count_unscored(row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int) -> Tensor:
     places = row.places_before_unscored if is_shifted else row.predicted_unscored
-    if labels.device.type == "cpu":
-        unscored = labels.reshape(-1)[torch.from_numpy(places)]
-    else:
-        on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
-        unscored = labels.to(row.device).reshape(-1).index_select(0, on_device)
-    return (unscored != ignore_index).sum()
+    on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
+    return (labels.to(row.device).reshape(-1).index_select(0, on_device) != ignore_index).sum()
 
 
 def refuse_contradicting_labels(
@@ -139,10 +134,10 @@ def refuse_contradicting_labels(
 
 
 def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
-    """Detect labels at document starts that a loss outside the model trains.
+    """Detect labels at document starts that a loss outside the model trains, in its backward pass.
 
     Logits without a label get no gradient, so a gradient at the last token of a document shows that the next
-    document's first token is trained. The backward pass shows it, before any update.
+    document's first token is trained.
 
     Args:
         logits: `[B, T, V]`, which require a gradient.
@@ -158,15 +153,8 @@ def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
         if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):
             return
         if is_counted:
-            raise InputError(
-                "labels at document starts or on padding are trained by a loss outside of the model; "
-                f"{_REMEDY}"
-            )
-        logger.warning(
-            "a loss outside of the model trains the last token of a document; a label there is the first "
-            "token of another document: %s",
-            _REMEDY,
-        )
+            raise InputError(f"a loss outside of the model trains labels at document starts; {_REMEDY}")
+        logger.warning("a loss outside of the model trains labels at document starts; %s", _REMEDY)
 
     logits.register_hook(look)
 
@@ -223,24 +211,19 @@ class PaddedBatch:
 
         Hidden states `[1, N, C]` become `[B, T, C]`, the routers' logits `[N, E]` become `[B * T, E]`.
         """
-        if isinstance(output, ModelOutput):
-            return type(output)(**{name: self.padded(value) for name, value in output.items()})
-        if isinstance(output, tuple):
-            return tuple(self.padded(value) for value in output)
-        if not isinstance(output, Tensor):
-            return output
-        return self._spread(output) if output.dim() == 2 else self._spread(output[0]).unflatten(0, self.shape)
+        return tree_map_only(Tensor, self._pad, output)
+
+    def _pad(self, output: Tensor) -> Tensor:
+        tokens = output if output.dim() == 2 else output[0]
+        if not self._is_full:
+            spread = tokens.new_zeros(self.shape[0] * self.shape[1], *tokens.shape[1:])
+            tokens = spread.index_copy_(0, self._places_on_device(), tokens)
+        return tokens if output.dim() == 2 else tokens.unflatten(0, self.shape)
 
     @property
     def _is_full(self) -> bool:
         """Return whether there is no padding."""
         return len(self.places) == self.shape[0] * self.shape[1]
-
-    def _spread(self, tokens: Tensor) -> Tensor:
-        if self._is_full:
-            return tokens
-        spread = tokens.new_zeros(self.shape[0] * self.shape[1], *tokens.shape[1:])
-        return spread.index_copy_(0, self._places_on_device(), tokens)
 
     def _places_on_device(self) -> Tensor:
         return self.row.once("places in the padded batch", lambda: self.row.upload(self.places))

@@ -189,67 +189,53 @@ class PackedRow:
         """Return the tokens, int64 on the host, that have no token of their own document to predict."""
         return (self.unscored_places - 1) % self.n_tokens
 
-    @cached_property
-    def unscored(self) -> Tensor:
-        """Return `unscored_places` on the device."""
-        return self.upload(self.unscored_places)
-
-    def _stack(self, ratio: float) -> list[np.ndarray]:
-        """Stack segments at least `ratio` times as long as the longest: int64 tokens `[segments, L]`."""
+    def _stack(self, ratio: float) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Stack segments at least `ratio` times as long as the longest of their stack."""
         lengths = np.array(self.lengths)
-        stacks: list[list[int]] = []
+        segments: list[list[int]] = []
         for segment in np.argsort(-lengths, kind="stable").tolist():
-            if stacks and lengths[segment] >= ratio * lengths[stacks[-1][0]]:
-                stacks[-1].append(segment)
+            if segments and lengths[segment] >= ratio * lengths[segments[-1][0]]:
+                segments[-1].append(segment)
             else:
-                stacks.append([segment])
-        return [
+                segments.append([segment])
+        stacks = [
             self.starts[stack][:, None]
             + np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
-            for stack in stacks
+            for stack in segments
         ]
-
-    @cached_property
-    def stacks(self) -> tuple[Tensor, ...]:
-        """Group segments of similar length into right-padded batches: int64 token indices `[segments, L]`.
-
-        A slot past the end of its segment repeats the segment's last token, so no slot shows another
-        document; under a causal mask nothing before it can see it.
-        """
-        return tuple(map(self.upload, self._stack(_STACK_RATIO)))
-
-    @cached_property
-    def unstack(self) -> Tensor:
-        """Return `[N]` int64: where each token lies in the concatenated, flattened stacks."""
-        return self.upload(self._places_in(self._stack(_STACK_RATIO)))
-
-    @cached_property
-    def equal_stacks(self) -> tuple[Tensor, ...]:
-        """Batch the segments of each length by themselves: int64 token indices `[segments, L]`."""
-        return tuple(map(self.upload, self._stack(1.0)))
-
-    @cached_property
-    def unstack_equal(self) -> Tensor:
-        """Return `[N]` int64: where each token lies in the concatenated, flattened `equal_stacks`."""
-        return self.upload(self._places_in(self._stack(1.0)))
-
-    def _places_in(self, stacks: list[np.ndarray]) -> np.ndarray:
         slots = np.concatenate([stack.reshape(-1) for stack in stacks])
         place = np.empty(self.n_tokens, dtype=np.int64)
         # Backwards, so that the first slot of a token wins: later ones are fillers
         place[slots[::-1]] = np.arange(len(slots))[::-1]
-        return place
+        return tuple(map(self.upload, stacks)), self.upload(place)
 
-    def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Copy `labels`, of N elements, to the row's device, with `ignore_index` at `unscored_places`."""
-        masked = labels.reshape(-1).to(self.device, copy=True)
-        return masked.index_fill_(0, self.unscored, ignore_index).view(labels.shape)  # assigning would wait
+    @cached_property
+    def stacks(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Group segments of similar length into right-padded batches: int64 token indices `[segments, L]`.
 
-    def mask_shifted_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Do the same for labels that stand one token before their own token."""
+        A slot past the end of its segment repeats the segment's last token, so no slot shows another
+        document; under a causal mask nothing before it can see it.
+
+        Returns the batches, and `[N]` int64: where each token lies in them, flattened and concatenated.
+        """
+        return self._stack(_STACK_RATIO)
+
+    @cached_property
+    def equal_stacks(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Do the same for the segments of each length by themselves, without padding."""
+        return self._stack(1.0)
+
+    def mask_labels(
+        self, labels: Tensor, ignore_index: int = IGNORE_INDEX, is_shifted: bool = False
+    ) -> Tensor:
+        """Copy `labels`, of N elements, to the row's device, with `ignore_index` at `unscored_places`.
+
+        If `is_shifted`, each label stands one token before its own token.
+        """
+        places = self.places_before_unscored if is_shifted else self.unscored_places
+        on_device = self.once(("unscored", is_shifted), lambda: self.upload(places))
         masked = labels.reshape(-1).to(self.device, copy=True)
-        before = self.once("before unscored", lambda: self.upload(self.places_before_unscored))
-        return masked.index_fill_(0, before, ignore_index).view(labels.shape)
+        return masked.index_fill_(0, on_device, ignore_index).view(labels.shape)  # assigning would wait
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """Return the result of `build`, cached by `key` for all layers of the step."""

@@ -68,8 +68,8 @@ class FastStateLayer(nn.Module):
         if self.boundaries is not None and len(hidden_NC) > 1:  # see `run_whole`
             out = self.run_whole(hidden_NC[None], **self.boundaries(row))
         else:
-            stacks = [self.run_stack(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
-            out = torch.cat(stacks)[row.unstack]
+            stacks, unstack = row.stacks
+            out = torch.cat([self.run_stack(hidden_NC[stack]).flatten(0, 1) for stack in stacks])[unstack]
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
