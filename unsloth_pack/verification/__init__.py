@@ -3,8 +3,7 @@
 `verify` is thorough and returns a report; `probe` takes two short steps and raises.
 """
 
-from unsloth_pack.verification.leaks import probe
-from unsloth_pack.verification.report import Check, VerifyReport
-from unsloth_pack.verification.run import verify
+from unsloth_pack.verification.leaks import Check, probe
+from unsloth_pack.verification.run import VerifyReport, verify
 
 __all__ = ["Check", "VerifyReport", "probe", "verify"]

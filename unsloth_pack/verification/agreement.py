@@ -7,7 +7,6 @@ much.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,14 @@ from torch.nn import functional as F
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.row import IGNORE_INDEX
-from unsloth_pack.verification.leaks import SLACK, change_in_turn, neighbours, relative_error, worst_pair
-from unsloth_pack.verification.report import Check
+from unsloth_pack.verification.leaks import (
+    SLACK,
+    Check,
+    change_in_turn,
+    neighbours,
+    relative_error,
+    worst_pair,
+)
 from unsloth_pack.verification.subject import Gradients, ImageSubject, Pictured, Subject, build_example
 
 _SAMPLES = 6  # of rounding, before a larger difference fails
@@ -28,47 +33,26 @@ _SAMPLES = 6  # of rounding, before a larger difference fails
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of one document against itself alone."""
-
-    loss: float
-    logits: float
-    embedding_gradients: float
-    trained_gradients: float
-
-    @classmethod
-    def compare(cls, got: Gradients, alone: Gradients, first: int = 0) -> "Errors":
-        """Compare; `first` is the document's first token in its row."""
-        embeddings = got.embeddings[0, first : first + len(alone.logits)]
-        return cls(
-            abs(got.loss - alone.loss) / abs(alone.loss),
-            relative_error([got.logits], [alone.logits]),
-            relative_error([embeddings], [alone.embeddings[0]]),
-            relative_error(list(got.trained.values()), list(alone.trained.values())),
-        )
+# What `compare` compares
+_ERRORS = ("loss", "logits", "embedding gradients", "trained gradients")
 
 
-def rounded_errors(subject: Subject, document: Tensor, alone: Gradients | None = None) -> Errors:
-    """Measure rounding: a document alone with perturbed layers, against `alone`."""
-    alone = alone or subject.gradients(document, partial(subject.logits_alone, document))
-    return Errors.compare(subject.gradients(document, partial(subject.logits_perturbed, document)), alone)
-
-
-def _errors_in_batch(subject: Subject, document: Tensor, generator: torch.Generator) -> Errors:
-    """Measure rounding: a document in an ordinary batch of two, where nothing can leak, against it alone."""
-    neighbour = neighbours(document, subject.vocab_size, generator)[0]
-    alone = subject.gradients(document, partial(subject.logits_alone, document))
-    return Errors.compare(
-        subject.gradients(document, partial(subject.logits_beside, document, neighbour)), alone
-    )
+def compare(got: Gradients, alone: Gradients, first: int = 0) -> list[float]:
+    """Return the relative errors of one document, from its token `first` of a row, against itself alone."""
+    embeddings = got.embeddings[0, first : first + len(alone.logits)]
+    return [
+        abs(got.loss - alone.loss) / abs(alone.loss),
+        relative_error([got.logits], [alone.logits]),
+        relative_error([embeddings], [alone.embeddings[0]]),
+        relative_error(list(got.trained.values()), list(alone.trained.values())),
+    ]
 
 
 def check_alone(
     subject: Subject,
     documents: Sequence[Tensor],
-    packed: list[Errors],
-    rounded: list[Errors],
+    packed: list[list[float]],
+    rounded: list[list[float]],
     generator: torch.Generator,
 ) -> list[Check]:
     """Check loss, logits and gradients of every document in the row against the document alone.
@@ -78,15 +62,15 @@ def check_alone(
     token have kernels of their own, whose rounding trained models can amplify tenfold.
     """
     for sample in range(_SAMPLES):
-        if sample == 1:
-            rounded = rounded + [_errors_in_batch(subject, document, generator) for document in documents]
-        elif sample:
-            rounded = rounded + [rounded_errors(subject, document) for document in documents]
-        checks = []
-        for field in fields(Errors):
-            name = f"{field.name.replace('_', ' ')} against alone"
-            errors, yardsticks = ([getattr(each, field.name) for each in run] for run in (packed, rounded))
-            checks.append(_check_errors(name, errors, yardsticks, subject.dtype))
+        for document in documents if sample else ():
+            forward = partial(subject.logits_perturbed, document)
+            if sample == 1:
+                neighbour = neighbours(document, subject.vocab_size, generator)[0]
+                forward = partial(subject.logits_beside, document, neighbour)
+            alone = subject.gradients(document, partial(subject.logits_alone, document))
+            rounded = [*rounded, compare(subject.gradients(document, forward), alone)]
+        by_error = zip(_ERRORS, zip(*packed, strict=True), zip(*rounded, strict=True), strict=True)
+        checks = [_check_errors(f"{name} against alone", p, r, subject.dtype) for name, p, r in by_error]
         if all(check.passed for check in checks):
             break
     return checks if any(p.requires_grad for p in subject.model.parameters()) else checks[:-1]

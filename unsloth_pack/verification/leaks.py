@@ -12,6 +12,7 @@ Kernels with a varying order of sums show in two equal runs. Kernels that sum ov
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,7 +30,6 @@ from unsloth_pack.layers.leak_probe import (
     side_effect_free_pass,
 )
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.verification.report import Check
 from unsloth_pack.verification.subject import Describe, Description, Gradients, Subject, changed_inputs
 
 SLACK = 3.0  # between two samples of one kind of rounding error
@@ -37,6 +37,24 @@ _SAMPLES = 12  # of rounding, before a larger difference fails
 _LONGER = 7  # extra tokens of a neighbour in an ordinary batch, so that there is padding
 
 Document = TypeVar("Document")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One verdict."""
+
+    name: str
+    value: float  # the measured error; 0 if exact
+    allowed: float  # the limit of `value`: 0, or a rounding error measured on the same model
+    detail: str  # where the value occurred, or the meaning of 0
+    passed: bool  # True if `value` is at most `allowed`, and the check could have failed
+
+    @classmethod
+    def of(cls, name: str, value: float, allowed: float, detail: str) -> "Check":
+        return cls(name, value, allowed, detail, value <= allowed)  # NaN never passes
+
+    def __str__(self) -> str:
+        return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.detail}"
 
 
 @torch.inference_mode(False)
@@ -229,10 +247,10 @@ def _tokens_back(seen_KL: Tensor) -> list[int]:
 def _in_batches(
     documents: Sequence[Tensor], vocab_size: int, generator: torch.Generator
 ) -> Iterator[list[tuple[Tensor, list[Tensor]]]]:
-    """Draw samples of two neighbours of one length for each document in an ordinary batch.
+    """Draw samples of two neighbours for each document in an ordinary batch.
 
-    The first are longer than the document. An expert's GEMM may round otherwise with one token more or less,
-    so further samples have the lengths of the row's documents.
+    The first are longer than the document, the others as long as another document of the row: an expert's
+    GEMM may round otherwise with one token more or less.
     """
     yield [(document, neighbours(document, vocab_size, generator)) for document in documents]
     for sample in range(1, _SAMPLES):

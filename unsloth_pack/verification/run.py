@@ -1,6 +1,7 @@
 """`verify`: every check on one model."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,36 @@ from transformers import PreTrainedTokenizerBase
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.layers.leak_probe import greatest_by_document, random_documents, side_effect_free_pass
 from unsloth_pack.verification import agreement, leaks
-from unsloth_pack.verification.report import VerifyReport
+from unsloth_pack.verification.leaks import Check
 from unsloth_pack.verification.subject import Describe, Description, Subject
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
 _BEYOND_TILE = 129  # tokens: attention kernels have tiles of up to 128
 _BEYOND_WINDOW = 9  # extra tokens of a document beyond the sliding window
 _DEFAULT_ROW = 8192
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All verdicts on one model. `print(report)` shows them as lines."""
+
+    model_type: str  # of the text model
+    attn_backend: str  # of the patch, else transformers' attention implementation
+    dtype: str  # of the weights
+    checkpointing: bool  # True if layers are recomputed in the backward pass
+    lengths: tuple[int, ...]  # tokens of the documents in the row
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def __str__(self) -> str:
+        model = f"{self.model_type}, attention {self.attn_backend}, {self.dtype}"
+        checkpointing = "on" if self.checkpointing else "off"
+        lengths = ", ".join(map(str, self.lengths))
+        head = f"{model}, checkpointing {checkpointing}; documents of {lengths} tokens"
+        return "\n".join([head, *map(str, self.checks)])
 
 
 @torch.inference_mode(False)
@@ -108,7 +132,7 @@ def verify(
 
 def _measure(
     subject: Subject, row: Sequence[Tensor], number: int, generator: torch.Generator
-) -> tuple[list[float], float, agreement.Errors, agreement.Errors]:
+) -> tuple[list[float], float, list[float], list[float]]:
     """Measure one document of the row, with the gradients of at most two passes in memory.
 
     Returns the gradient of its loss at all documents' embeddings, the change of its gradients when all other
@@ -116,9 +140,11 @@ def _measure(
     """
     document = row[number]
     alone = subject.gradients(document, lambda: subject.logits_alone(document))
-    rounded = agreement.rounded_errors(subject, document, alone)
+    perturbed = subject.gradients(document, lambda: subject.logits_perturbed(document))
+    rounded = agreement.compare(perturbed, alone)
+    del perturbed
     packed = subject.gradients(document, lambda: subject.packed_outputs(row)[number])
-    errors = agreement.Errors.compare(packed, alone, first=sum(map(len, row[:number])))
+    errors = agreement.compare(packed, alone, first=sum(map(len, row[:number])))
     del alone
     reached = greatest_by_document(packed.embeddings[0], row)
     return reached, leaks.moved_by_others(subject, row, number, packed, generator), errors, rounded

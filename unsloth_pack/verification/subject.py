@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +41,6 @@ _PICTURED: tuple[tuple[int | Size, ...], ...] = (
 )
 _LARGEST = (4, 4)  # in height and width, of these images
 _MIN_TILES = 2  # of the only image of a document, if a model cuts it: the whole image and one tile
-_SPECIAL_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,16 @@ class Subject(ProbeSubject):
     def packed(self, documents: Sequence[Tensor], **more: Tensor) -> Any:
         """Run the model on one row of all documents, `[1, T]`."""
         described = self.described([len(document) for document in documents])
-        return self.model(input_ids=self._to_text(torch.cat(list(documents)))[None], **described, **more)
+        return self.model(input_ids=self._row_of(torch.cat(list(documents))), **described, **more)
 
-    def _to_text(self, ids: Tensor) -> Tensor:
-        """Move ids to the device, with another id in place of the image token."""
-        ids = ids.to(self.device)
+    def as_text(self, ids: Tensor) -> Tensor:
+        """Return ids with another one in place of the image token."""
         if self.image_token is None:
             return ids
         return ids.masked_fill(ids == self.image_token, (self.image_token + 1) % self.vocab_size)
+
+    def _row_of(self, ids: Tensor) -> Tensor:
+        return self.as_text(ids).to(self.device)[None]
 
     def described(self, lengths: list[int], axes: Tensor | None = None) -> dict[str, Any]:
         """Return the arguments of a call beside the ids; `axes` `[3, 1, T]` are those of text by default."""
@@ -136,7 +136,7 @@ class Subject(ProbeSubject):
 
     def logits_alone(self, document: Tensor) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""
-        return self.model(input_ids=self._to_text(document)[None], use_cache=False).logits[0]
+        return self.model(input_ids=self._row_of(document), use_cache=False).logits[0]
 
     def logits_perturbed(self, document: Tensor) -> Tensor:
         with self.perturbed_layers():
@@ -149,7 +149,9 @@ class Subject(ProbeSubject):
         document alone is rounding. With a mask, a patched model would run the two as one packed row.
         """
         ids = nn.utils.rnn.pad_sequence([document, neighbour], batch_first=True)
-        return self.model(input_ids=self._to_text(ids), use_cache=False).logits[0, : len(document)]
+        return self.model(input_ids=self.as_text(ids).to(self.device), use_cache=False).logits[
+            0, : len(document)
+        ]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
         """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns."""
@@ -251,7 +253,9 @@ class ImageSubject:
             ids = [
                 torch.full((next(lengths),), self._token)
                 if isinstance(part, tuple)
-                else torch.randint(*self._text_ids, (part,), generator=generator)
+                else self.subject.as_text(
+                    torch.randint(self.subject.vocab_size, (part,), generator=generator)
+                )
                 for part in parts
             ]
             documents.append(replace(document, ids=torch.cat(ids)))
@@ -270,15 +274,6 @@ class ImageSubject:
         images = Images(add_row(self.spec, document.pixels), self._described_images([document]))
         with torch.no_grad():
             return encode_images(base, self.spec, images).sizes.tolist()
-
-    @property
-    def _text_ids(self) -> tuple[int, int]:
-        """The first and the end of the longest run of token ids without those of images."""
-        n_ids = self.subject.vocab_size
-        special = {getattr(self.config, name, None) for name in _SPECIAL_IDS}
-        edges = sorted({-1, n_ids, *(n for n in special if isinstance(n, int) and n < n_ids)})
-        before, after = max(pairwise(edges), key=lambda edge: edge[1] - edge[0])
-        return before + 1, after
 
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the logits `[L, V]` of every document in one row."""
