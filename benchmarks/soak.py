@@ -107,14 +107,15 @@ def prepare(data: Path, work: Path, shape: str) -> None:
 
 def documents_of(path: Path) -> list[dict[str, str]]:
     """Prompts with completions from a file of any format; plain text gives completions only."""
-    from unsloth_pack.data import load_rows, to_trl
+    from unsloth_pack.data import load_rows
     from unsloth_pack.data.files import SUFFIXES
+    from unsloth_pack.data.formats import Conversion
 
     if path.suffix not in SUFFIXES:
         return []
     source = load_rows(str(path))
     has_turns = not {"conversations", "messages"}.isdisjoint(source.column_names)
-    rows = to_trl(source, chat_template=has_turns).to_list()
+    rows = list(Conversion(source, chat_template=has_turns).rows(0, len(source), 1000))
     if "text" in rows[0]:
         texts = [row["text"] for row in rows]
         pieces = [text[i : i + LONGEST_TEXT] for text in texts for i in range(0, len(text), LONGEST_TEXT)]

@@ -1,4 +1,4 @@
-"""detect_format and to_trl: TRL's columns from every format, and the error of each bad row."""
+"""Conversion: TRL's columns from every format, and the error of each bad row."""
 
 import json
 import tempfile
@@ -8,7 +8,7 @@ import datasets
 import pytest
 from tables import table
 
-from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
+from unsloth_pack.data import DataFormat, detect_format, load_rows
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.errors import InputError
 
@@ -28,13 +28,17 @@ def from_json(rows):
         return load_rows(str(path))
 
 
+def converted(dataset, chat_template=True):
+    return list(Conversion(dataset, chat_template=chat_template).rows(0, len(dataset), 9))
+
+
 def convert(rows, chat_template=True):
-    return to_trl(from_json(rows), chat_template=chat_template).to_list()
+    return converted(from_json(rows), chat_template)
 
 
 def error_of(rows, chat_template=True):
     with pytest.raises(InputError) as caught:
-        to_trl(from_json(rows), chat_template=chat_template)
+        convert(rows, chat_template)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -131,13 +135,10 @@ def test_messages_keep_tool_calls_exactly():
         {"messages": [SYSTEM, USER, call, TOOL, TOOL, REPLY], "tools": [WRAPPED]},
         {"messages": [USER, REPLY], "tools": None},
     ]
-    converted = to_trl(from_json(rows), chat_template=True)
-    assert [converted[0]["messages"], converted[1]["messages"]] == [
-        [SYSTEM, USER, call, TOOL, TOOL, REPLY],
-        [USER, REPLY],
-    ]
-    assert json.loads(converted[0]["tools"]) == [WRAPPED]
-    assert converted[1]["tools"] is None
+    first, second = convert(rows)
+    assert [first["messages"], second["messages"]] == [row["messages"] for row in rows]
+    assert json.loads(first["tools"]) == [WRAPPED]
+    assert second["tools"] is None
 
 
 def test_filler_nulls_of_parquet_structs_are_dropped():
@@ -145,8 +146,7 @@ def test_filler_nulls_of_parquet_structs_are_dropped():
     other = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
     filled = datasets.Dataset.from_list([{"messages": [USER, call]}, {"messages": [USER, other]}])
     assert filled[0]["messages"] != [USER, call]
-    converted = to_trl(filled, chat_template=True)
-    assert [row["messages"] for row in converted] == [[USER, call], [USER, other]]
+    assert [row["messages"] for row in converted(filled)] == [[USER, call], [USER, other]]
 
 
 def test_prompt_completion_and_text_stay():
@@ -243,4 +243,4 @@ def test_conversations_need_a_chat_template():
 def test_keys_of_turns_that_the_template_does_not_read_are_told(template, told):
     turns = [USER | {"mood": "sad", "train": None, "name": ""}, REPLY | {"reasoning_content": "Why?"}]
     rows = datasets.Dataset.from_list([{"messages": turns, "id": 1}] * 2)
-    assert Conversion(rows, chat_template=True, template=template).unused_columns == told
+    assert Conversion(rows, chat_template=True).unused_columns(template or "") == told

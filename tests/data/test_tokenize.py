@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from unsloth_pack.data import to_trl
+from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.lossless_json import to_dataset
 from unsloth_pack.data.token_counts import check_token_loss
 from unsloth_pack.data.tokenize import IGNORE_INDEX, documents_of, tokenizer_hash
@@ -107,7 +107,8 @@ TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
 def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
     tokenizer.chat_template = template
     ours, ledger = tokenize(rows, tokenizer, max_length=60, train_on_responses_only=responses_only)
-    data = to_trl(to_dataset(rows), chat_template=True)
+    converted = Conversion(to_dataset(rows), chat_template=True).rows(0, len(rows), 99)
+    data = to_dataset([*converted])
     theirs = by_trl(data, tokenizer, tmp_path, 60, responses_only)
     assert ours.column_names == ["input_ids", "labels"]
     assert ours["input_ids"][:] == theirs["input_ids"][:]

@@ -11,7 +11,7 @@ from model_folder import byte_tokenizer
 from refusals import Case
 
 from unsloth_pack import FastLanguageModel, packing
-from unsloth_pack.data import check_token_ids, to_trl
+from unsloth_pack.data import check_token_ids
 from unsloth_pack.packed_row.row import PackedRow
 
 T = 12  # tokens of the row in every model call
@@ -187,7 +187,6 @@ PACKING = [
         call(f"pack_dataset({value!r})", "give a datasets.Dataset", packing.pack_dataset, value, 4)
         for value in ("few.jsonl",)
     ),
-    call("no rows", "0 rows", to_trl, datasets.Dataset.from_dict({"text": []}), chat_template=True),
 ]
 
 

@@ -46,9 +46,6 @@ MIXED = [
     case("unknown columns", [{"question": "q", "answer": "a"}], "columns question \\(str\\), answer"),
     case("a name that steers a terminal", [{"\x1b[31mtext\n": "a"}], r"columns \\x1b\[31mtext"),
     case("token ids alone", [{"input_ids": [1, 2]}], "token ids of an unknown tokenizer"),
-    case(
-        "packed rows without a manifest", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "without a manifest"
-    ),
     case("a text of nothing that counts", [{"text": "t"}], "would count", max_seq_length=1),
     case(
         "rows longer than allowed", [{"text": "t" * 99}], "would lose 9", max_seq_length=9, max_token_loss=0.1

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_folder import byte_tokenizer
 
-from unsloth_pack.data import load_rows, to_trl
+from unsloth_pack.data import load_rows
+from unsloth_pack.data.formats import Conversion
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.row import PackedRow
@@ -87,7 +88,7 @@ def any_bytes_are_rows_or_refused(case):
     if rows is not None:
         assert len(rows)
         try:
-            assert len(to_trl(rows, chat_template=True)) == len(rows)
+            assert len(list(Conversion(rows, chat_template=True).rows(0, len(rows), 9))) == len(rows)
         except InputError as error:
             refused(error)
 

@@ -51,7 +51,7 @@ class Encoder:
     """Encodes batches of rows. It knows no data set, so that processes can share one out.
 
     Args:
-        columns: TRL's, as `to_trl` gives them.
+        columns: TRL's, see `Conversion`.
         is_chat: whether they hold conversations.
         max_length: tokens at which a row is cut.
         responses_only: whether only assistant turns count in the loss.

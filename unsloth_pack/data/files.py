@@ -116,7 +116,9 @@ def _read(files: Sequence[Path], kind: str, folder: Path | None, num_proc: int |
         schema = joined_schema(schemas)
     if folder is None:
         tables = [rows for _, rows in every if isinstance(rows, pa.Table)]
-        return pa.concat_tables(with_types(table, schema) for table in [schema.empty_table(), *tables])
+        return pa.concat_tables(
+            with_types(table, schema) for table in [pa.Table.from_batches([], schema), *tables]
+        )
     others = [rows for of_chunk, rows in every if of_chunk != schema]
     for _ in in_order(partial(_write_again, schema=schema), others, num_proc):
         pass
@@ -201,6 +203,8 @@ def parquet_schema(files: Sequence[Path]) -> pa.Schema:
             raise InputError(f"{file}: a column is repeated in {schema.names}; rename it")
         schemas.append(schema)
     check_same_columns(files, [schema.names for schema in schemas])
+    if all(schema == schemas[0] for schema in schemas):
+        return schemas[0]
     with refuse_unreadable(files[0].parent):
         return pa.unify_schemas(schemas).with_metadata(schemas[0].metadata)
 
@@ -221,7 +225,9 @@ def read_parquet(file: Path, schema: pa.Schema, first: int = 0) -> Iterator[pa.T
                 continue
             for batch in parquet.iter_batches(rows, row_groups=[number], use_threads=False):
                 batch.validate(full=True)
-                table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
+                table = pa.Table.from_batches([batch]).select(schema.names)
+                if table.schema != schema:  # a column without values
+                    table = table.cast(schema)
                 if first < len(table):
-                    yield table.slice(first)
+                    yield table.slice(first).replace_schema_metadata(schema.metadata)
                 first = max(0, first - len(table))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import rows as fields
@@ -30,11 +31,7 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
-# Names that other tools give to the boundaries in packed rows
-_BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
-_BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
 _OF_CONVERSATIONS = {"tools", "chat_template_kwargs", "system"}  # columns that act beside a conversation
 
 # Taori et al. 2023, "Stanford Alpaca", with the line break after "Response:" that its many users settled on
@@ -71,19 +68,12 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         first_rows: a few rows, to tell a `messages` or `conversations` list from a string of that name.
 
     Raises:
-        InputError: no format has these columns; the error names them and the columns of the formats. Refused
-            too are preferences, judged steps, and packed rows, because only a manifest can show that their
-            boundaries are complete.
+        InputError: no format has these columns; the error names them and the columns of the formats.
+            Preferences and packed rows are refused too.
     """
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
     refuse_preferences(columns)
-    boundaries = [name for name in column_names if name in _BOUNDARIES]
-    if "input_ids" in columns and boundaries:
-        raise InputError(
-            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest; give their text, "
-            "or packs from `unsloth-pack pack`"
-        )
 
     def refuse_text_of_turns(names: Iterable[str]) -> None:
         for name in names:
@@ -120,10 +110,8 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     )
 
 
-def to_trl(
-    dataset: datasets.Dataset, *, chat_template: bool, responses_only: bool | None = None
-) -> datasets.Dataset:
-    """Check every row and convert it to the columns that TRL's SFTTrainer takes.
+class Conversion:
+    """How the rows of one data set become the columns that TRL's SFTTrainer takes; it holds none of them.
 
     - alpaca: `prompt` (instruction and input, after `system` where given) and `completion`, as messages where
       there is a chat template, else as strings in the Alpaca template.
@@ -139,31 +127,14 @@ def to_trl(
         chat_template: whether the tokenizer has a chat template.
         responses_only: whether only assistant turns will carry loss, to compare it with the marks of turns
             (`train`, `weight`); None if nothing is trained.
-
-    Raises:
-        InputError: the format is unknown, conversations come without a chat template, or a row cannot be
-            trained on: it names the first such row (from 0), the column and the value. Null and non-string
-            fields, empty responses, conversations without an assistant turn, unknown roles and turns out of
-            order are refused, and images, replies labelled bad, weights and turns marked otherwise.
-    """
-    import datasets
-    import pyarrow as pa
-
-    conversion = Conversion(dataset, chat_template=chat_template, responses_only=responses_only)
-    batches = conversion.batches(dataset, 0, len(dataset), batch_size=1000)
-    info = datasets.DatasetInfo(features=conversion.features)
-    return datasets.Dataset(pa.concat_tables(map(conversion.table, batches)), info=info)
-
-
-class Conversion:
-    """How the rows of one data set become TRL's columns, see `to_trl`; it holds none of them.
-
-    Args:
         numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
-        template: the source of the chat template; None where there is none, or nobody asks what is unused.
 
     Attributes:
-        unused_columns: the columns that nothing is made of, and the keys of turns.
+        columns: of TRL.
+        holds_turns: whether the rows are conversations.
+
+    Raises:
+        InputError: the format is unknown, or conversations come without a chat template.
     """
 
     def __init__(
@@ -173,27 +144,22 @@ class Conversion:
         chat_template: bool,
         responses_only: bool | None = None,
         numbers: range | None = None,
-        template: str | None = None,
     ):
-        from datasets import Features, Value
-
-        from unsloth_pack.data.lossless_json import ExactJson
-
         if not len(dataset):
             raise InputError("the dataset has 0 rows; give one with at least one")
-        self.numbers, names = numbers or range(len(dataset)), dataset.column_names
+        self._dataset, self.numbers = dataset, numbers or range(len(dataset))
+        names = dataset.column_names
         refuse_media(dataset, self.numbers[0])
         first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
         self.data_format = detect_format(names, first_rows)
         self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
         learned, answer = _learned(responses_only), _answer_column(names)
-        targets: tuple[str, ...] = ("prompt", "completion")
-        self.holds_turns = True
+        self.columns, self.holds_turns = ["prompt", "completion"], True
         used = set(_OF_CONVERSATIONS)
         self._convert: Callable[[int, Row], Row]
         match self.data_format:
             case DataFormat.TEXT:
-                self._convert, targets, used, self.holds_turns = _text, ("text",), {"text"}, False
+                self._convert, self.columns, used, self.holds_turns = _text, ["text"], {"text"}, False
             case DataFormat.ALPACA if chat_template:
                 self._convert, used = _alpaca_messages, used | {"instruction", "input", "output"}
             case DataFormat.ALPACA:
@@ -206,57 +172,46 @@ class Conversion:
             case DataFormat.MESSAGES | DataFormat.SHAREGPT:
                 column = "messages" if self.data_format is DataFormat.MESSAGES else "conversations"
                 self._convert, used = partial(_messages, column=column, learned=learned), used | {column}
-                targets = ("messages",)
+                self.columns = ["messages"]
         if self.holds_turns and not chat_template:
             raise InputError(
                 f"column {min(used - _OF_CONVERSATIONS - {answer})!r} holds conversations, but the tokenizer "
                 "has no chat template; use an instruct model, or set tokenizer.chat_template"
             )
-        self.unused_columns = tuple(name for name in names if name not in used)
-        if template and self.data_format is not DataFormat.TEXT:
-            turns = [name for name in OF_TURNS if name in used and name in names]
-            self.unused_columns += unread_keys(dataset, turns, template)
+        if self.holds_turns:
+            self.columns += [name for name in ("tools", "chat_template_kwargs") if name in names]
         are_text = self.data_format is DataFormat.TEXT
         self._rules = rules_of(names, are_text=are_text, unused=_OF_CONVERSATIONS - used)
-        self._columns = [name for name in names if name in {*KNOWN_COLUMNS, *self._rules}]
-        features: dict[str, Any] = dict.fromkeys(
-            targets, ExactJson() if self.holds_turns else Value("string")
-        )
-        if self.holds_turns:
-            of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
-            features |= {name: kind for name, kind in of_template.items() if name in names}
-        self.features = Features(features)
-        self._json_columns = [name for name, kind in features.items() if isinstance(kind, ExactJson)]
+        self._used = used
 
-    def batches(
-        self, dataset: datasets.Dataset, first: int, end: int, batch_size: int
-    ) -> Iterator[dict[str, list[Any]]]:
-        """The converted columns of the rows `first` to `end - 1`, a batch at a time."""
-        rows = dataset.select(range(first, end)).select_columns(self._columns)
+    def unused_columns(self, template: str) -> tuple[str, ...]:
+        """The columns that nothing is made of, and the keys of turns that a chat template does not read."""
+        names = self._dataset.column_names
+        turns = [name for name in OF_TURNS if name in self._used and name in names]
+        unread = unread_keys(self._dataset, turns, template) if template else ()
+        return (*(name for name in names if name not in self._used), *unread)
+
+    def rows(self, first: int, end: int, batch_size: int) -> Iterator[Row]:
+        """The rows `first` to `end - 1`, converted; so many are read at a time.
+
+        Raises:
+            InputError: a row cannot be trained on: it names the first such row, the column and the value.
+                Null and non-string fields, empty responses, conversations without an assistant turn, unknown
+                roles and turns out of order are refused, and images, replies labelled bad, weights and turns
+                marked otherwise.
+        """
+        names = [name for name in self._dataset.column_names if name in {*KNOWN_COLUMNS, *self._rules}]
+        rows = self._dataset.select(range(first, end)).select_columns(names)
         filled = [field.name for field in rows.features.arrow_schema if "struct<" in str(field.type)]
-        for start, batch in zip(range(first, end, batch_size), rows.iter(batch_size=batch_size), strict=True):
-            numbers, converted = self.numbers[start : min(start + batch_size, end)], []
-            for index, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-                row = dict(zip(batch, cells, strict=True))
-                refuse_acting_values(index, row, self._rules)
-                row |= {name: _without_absent_keys(index, row[name], (name,)) for name in filled}
-                converted.append(self._convert(index, row))
-                for name in self._json_columns if filled else ():  # Arrow has values that JSON has not
-                    fields.json_text(index, name, converted[-1][name])
-            yield {name: [row[name] for row in converted] for name in self.features}
-
-    def table(self, batch: Mapping[str, list[object]]) -> pa.Table:
-        """A converted batch as Arrow holds it."""
-        import pyarrow as pa
-
-        from unsloth_pack.data.lossless_json import json_array
-
-        return pa.table(
-            {
-                name: json_array(values) if name in self._json_columns else pa.array(values, pa.string())
-                for name, values in batch.items()
-            }
-        )
+        batches = (zip(*batch.values(), strict=True) for batch in rows.iter(batch_size=batch_size))
+        for index, cells in zip(self.numbers[first:end], chain.from_iterable(batches), strict=True):
+            row = dict(zip(names, cells, strict=True))
+            refuse_acting_values(index, row, self._rules)
+            row |= {name: _without_absent_keys(index, row[name], (name,)) for name in filled}
+            converted = self._convert(index, row)
+            for name in converted if filled else ():  # Arrow has values that JSON has not
+                fields.json_text(index, name, converted[name])
+            yield converted
 
 
 def _learned(responses_only: bool | None) -> dict[str, bool]:

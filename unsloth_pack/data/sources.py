@@ -65,11 +65,12 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
     Args:
         dataset: as for `load_rows`; a pattern such as `data/*.jsonl.gz` stands for all files that match it.
     """
-    local = _find_local(dataset, split)
+    local, path = _find_local(dataset, split), Path(os.path.expanduser(dataset))
     if local is None and glob.has_magic(dataset):
         local = _match(dataset)
+        path = Path(os.path.commonpath([file.parent for file in local]))
     if isinstance(local, list):
-        return FileRows(dataset, local, Path(os.path.commonpath([file.parent for file in local])))
+        return FileRows(dataset, local, path if path in local[0].parents else local[0].parent)
     if local is not None:
         return IterableRows(dataset, local.to_iterable_dataset())
     check_there(dataset)

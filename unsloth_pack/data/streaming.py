@@ -19,7 +19,6 @@ import numpy as np
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet
-from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.data.text_files import (
     TEXT_READERS,
@@ -390,22 +389,18 @@ class DocumentStream:
         for name in [] if is_first else self._formats[part][1]:
             if name not in rows.column_names:
                 rows = rows.add_column(name, [None] * len(rows))
-        conversion = Conversion(
-            rows,
-            chat_template=bool(self._tokenizer.chat_template),
-            responses_only=self._responses_only,
-            numbers=numbers,
-            template=str(self._tokenizer.chat_template or "") if is_first else None,
+        make = DocumentMaker(
+            rows, self._tokenizer, self._max_length, self._responses_only, self._chat_template, numbers
         )
+        found = make.conversion.data_format
         if is_first:
             columns = [name for name in rows.column_names if name in KNOWN_COLUMNS]
-            self._formats[part] = (conversion.data_format, columns)
-            self.unused_columns[part] = conversion.unused_columns
-        if conversion.data_format != self._formats[part][0]:
+            self._formats[part] = (found, columns)
+            template = str(self._tokenizer.chat_template or "")
+            self.unused_columns[part] = make.conversion.unused_columns(template)
+        if found != self._formats[part][0]:
             raise InputError(
-                f"rows {numbers[0]} to {numbers[-1]} have the format {conversion.data_format}, and the first "
-                f"rows {self._formats[part][0]}; keep one format a stream"
+                f"rows {numbers[0]} to {numbers[-1]} have the format {found}, and the first rows "
+                f"{self._formats[part][0]}; keep one format a stream"
             )
-        return DocumentMaker(
-            rows, conversion, self._tokenizer, self._max_length, self._responses_only, self._chat_template
-        )
+        return make

@@ -10,9 +10,10 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,18 +85,12 @@ def documents_of(
         chat_template: used instead of the tokenizer's own.
         num_proc: processes that share out the rows; None for as many as there are cores.
     """
-    conversion = Conversion(
-        dataset,
-        chat_template=bool(tokenizer.chat_template),
-        responses_only=train_on_responses_only,
-        template=str(tokenizer.chat_template or ""),
-    )
-    responses_only = bool(train_on_responses_only)
-    make = DocumentMaker(dataset, conversion, tokenizer, max_length, responses_only, chat_template)
-    return made_by(make, num_proc, conversion.unused_columns)
+    make = DocumentMaker(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
+    unused = make.conversion.unused_columns(str(tokenizer.chat_template or ""))
+    return replace(made_by(make, num_proc), unused_columns=unused)
 
 
-def made_by(make: SpanMaker, num_proc: int | None = None, unused_columns: tuple[str, ...] = ()) -> Documents:
+def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
     """All documents that `make` makes of its data set; those of a large one lie in the data set cache."""
     import datasets as hf
     import pyarrow as pa
@@ -113,9 +108,7 @@ def made_by(make: SpanMaker, num_proc: int | None = None, unused_columns: tuple[
         check_counted(tally.ledger, make.max_length)
         rows = hf.Dataset(pa.concat_tables(tables))
         notes = _notes_of(tally, rows_hash(rows))
-    ledger = TokenLedger(**notes["ledger"])
-    others = {name: notes[name] for name in ("fingerprint", "least_id", "last_id", "has_files")}
-    return Documents(rows, ledger, unused_columns=unused_columns, **others)
+    return Documents(rows, **notes | {"ledger": TokenLedger(**notes["ledger"])})
 
 
 def _notes_of(tally: SpanCounts, fingerprint: str) -> Notes:
@@ -176,25 +169,28 @@ class SpanMaker(ABC):
 
 
 class DocumentMaker(SpanMaker):
-    """Makes the documents of a data set of text."""
+    """Makes the documents of a data set of text, see `documents_of`; `numbers` of its rows are for errors."""
 
     def __init__(
         self,
         dataset: datasets.Dataset,
-        conversion: Conversion,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
-        responses_only: bool,
+        responses_only: bool | None,
         chat_template: str | None,
+        numbers: range | None = None,
     ):
         super().__init__(dataset, max_length, document_schema())
-        self._conversion = conversion
+        has_template = bool(tokenizer.chat_template)
+        self.conversion = Conversion(
+            dataset, chat_template=has_template, responses_only=responses_only, numbers=numbers
+        )
         self._encode = Encoder(
             tokenizer,
-            list(conversion.features),
-            conversion.holds_turns,
+            self.conversion.columns,
+            self.conversion.holds_turns,
             max_length=max_length,
-            responses_only=responses_only,
+            responses_only=bool(responses_only),
             chat_template=chat_template,
         )
 
@@ -202,13 +198,15 @@ class DocumentMaker(SpanMaker):
         of_tokenizer = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
         if of_tokenizer is None:
             return None
-        return [self.of_data, self._conversion.key, of_tokenizer, self.max_length]
+        return [self.of_data, self.conversion.key, of_tokenizer, self.max_length]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
-        size = self.batch_size
-        batches = self._conversion.batches(self.dataset, first, end, size)
-        for start, batch in zip(range(first, end, size), batches, strict=True):
-            encoded = self._encode(batch, self._conversion.numbers[start : min(start + size, end)])
+        size, columns = self.batch_size, self.conversion.columns
+        rows = self.conversion.rows(first, end, size)
+        for start in range(first, end, size):
+            some = list(islice(rows, size))
+            batch = {name: [row[name] for row in some] for name in columns}
+            encoded = self._encode(batch, self.conversion.numbers[start : start + len(some)])
             yield SpanCounts.of(encoded), table_of(encoded)
 
 
