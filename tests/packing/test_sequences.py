@@ -206,7 +206,7 @@ def test_three_columns_cut_alike():
         ),
         ({"labels": [torch.tensor(x).float() for x in LABELS]}, "tensor of whole numbers, one a token"),
         ({"max_length": 3}, "input_ids[1] has 4 tokens and a row holds 3"),
-        ({"labels": [np.array([1], np.uint8)] * 2}, "label_pad_id -100 does not fit into numpy uint8"),
+        ({"labels": [np.array(x, np.uint8) for x in IDS]}, "label_pad_id -100 does not fit into numpy uint8"),
     ],
 )
 def test_columns_that_do_not_match(changed, says):

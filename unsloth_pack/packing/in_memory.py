@@ -12,7 +12,7 @@ import numbers
 import reprlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.planner import PackPlan, check_positive, plan_packs
+from unsloth_pack.packing.planner import check_positive, plan_packs
 
 WHOLE_COLUMNS = ("input_ids", "labels")  # other columns may hold fractions, such as a weight per token
 CHOICES = ("error", "truncate", "drop", "split")
@@ -218,12 +218,10 @@ def pack_sequences(
     documents, kind = _read("sequences", sequences)
     pad = _filler("pad_token_id", pad_token_id, kind)
     separator = None if sep_token_id is None else _filler("sep_token_id", sep_token_id, kind)
-    (documents,), counts = _cut({"sequences": documents}, max_length, overlong)
-    plan = _plan(documents, max_length, strategy, separator)
-    rows = _fill(plan, documents, kind, max_length, pad, separator)
+    rows, places, counts = _pack("sequences", documents, kind, pad, max_length, overlong, strategy, separator)
     if counts and not return_counts:
         warnings.warn(f"pack_sequences: {counts}", PackingWarning, stacklevel=3)
-    extras: list[Any] = [_boundaries(plan, documents, separator)] if return_boundaries else []
+    extras: list[Any] = [places] if return_boundaries else []
     extras += [counts] if return_counts else []
     return (rows, *extras) if extras else rows
 
@@ -260,78 +258,59 @@ def concatenate_and_pack(
     max_length = check_positive("max_length", max_length)
     columns = {"input_ids": input_ids, "labels": labels, "attention_masks": attention_masks}
     fillers = {"pad_token_id": pad_token_id, "label_pad_id": label_pad_id, "mask padding": 0}
-    documents, kinds = {}, []
-    for name, column in columns.items():
-        documents[name], kind = _read(name, column, whole=name in WHOLE_COLUMNS)
-        kinds.append(kind)
-    pads = [_filler(*filler, kind) for filler, kind in zip(fillers.items(), kinds, strict=True)]
-    cut, counts = _cut(documents, max_length, overlong)
-    plan = _plan(cut[0], max_length, "next_fit")
-    packed = [
-        _fill(plan, column, kind, max_length, pad) for column, kind, pad in zip(cut, kinds, pads, strict=True)
-    ]
+    read = {name: _read(name, column, name in WHOLE_COLUMNS) for name, column in columns.items()}
+    lengths = {name: list(map(len, documents)) for name, (documents, _) in read.items()}
+    for name, of_column in lengths.items():
+        for i, (length, other) in enumerate(zip_longest(lengths["input_ids"], of_column)):
+            if length != other:
+                raise InputError(
+                    f"document {i} has {length} tokens in input_ids and {other} in {name}; give one a token"
+                )
+    packed = []
+    for (name, (documents, kind)), filler in zip(read.items(), fillers.items(), strict=True):
+        pad = _filler(*filler, kind)
+        rows, _, counts = _pack(name, documents, kind, pad, max_length, overlong)
+        packed.append(rows)
     if counts and not return_counts:
         warnings.warn(f"concatenate_and_pack: {counts}", PackingWarning, stacklevel=3)
     return (*packed, counts) if return_counts else tuple(packed)
 
 
-def _cut(columns: dict[str, list[Any]], max_length: int, overlong: str) -> tuple[list[list[Any]], CutCounts]:
-    """The sequences of each column without empty ones, over-long ones cut, and the counts."""
-    check_overlong(overlong)
-    first, *others = columns
-    lengths = list(map(len, columns[first]))
-    for name in others:
-        for i, (length, other) in enumerate(zip_longest(lengths, map(len, columns[name]))):
-            if length != other:
-                raise InputError(
-                    f"document {i} has {length} tokens in {first} and {other} in {name}; give one a token"
-                )
-    counts = CutCounts()
-    if not lengths or (min(lengths) > 0 and max(lengths) <= max_length):
-        return list(columns.values()), counts
-    pieces = [
-        (i, slice(*piece))
-        for i, length in enumerate(lengths)
-        for piece in pieces_of(f"{first}[{i}]", length, max_length, overlong, counts)
-    ]
-    return [[column[i][piece] for i, piece in pieces] for column in columns.values()], counts
-
-
-def _plan(
-    documents: Sequence[Any], max_length: int, strategy: str, separator: float | None = None
-) -> PackPlan:
-    # Planned with documents and rows that are longer by the gap, separators need no special case.
-    gap = int(separator is not None)
-    sizes = np.array(list(map(len, documents)), np.int64) + gap
-    return plan_packs(sizes, max_length + gap, strategy)
-
-
-def _fill(
-    plan: PackPlan,
-    documents: list[object],
+def _pack(
+    name: str,
+    documents: list[Any],
     kind: Kind,
-    max_length: int,
     pad: float,
+    max_length: int,
+    overlong: str,
+    strategy: str = "next_fit",
     separator: float | None = None,
-) -> Any:
-    """Rows of `max_length` numbers: lists, or an array or tensor."""
-    padding = kind.full(max_length, pad)
-    between = [] if separator is None else [kind.full(1, separator)]
-    rows = []
+) -> tuple[Any, list[tuple[int, int, int]], CutCounts]:
+    """Rows of `max_length` numbers, `(row, start, end)` of every document, and what was cut."""
+    check_overlong(overlong)
+    counts, lengths = CutCounts(), list(map(len, documents))
+    if lengths and (min(lengths) == 0 or max(lengths) > max_length):
+        documents = [
+            document[start:end]
+            for i, document in enumerate(documents)
+            for start, end in pieces_of(f"{name}[{i}]", len(document), max_length, overlong, counts)
+        ]
+        lengths = list(map(len, documents))
+    padding, between = kind.full(max_length, pad), [] if separator is None else [kind.full(1, separator)]
+    gap = len(between)  # planned with documents and rows that are longer by it, separators need no more
+    plan = plan_packs(np.array(lengths, np.int64) + gap, max_length + gap, strategy)
+    rows: list[list[Any]] = []
+    places: dict[int, tuple[int, int, int]] = {}
     for numbers_of_row in plan.bins:
-        parts = list(chain.from_iterable((*between, documents[i]) for i in numbers_of_row))[len(between) :]
-        rows.append([*parts, padding[sum(map(len, parts)) :]])
-    if kind.container == "list":
-        return list(map(join, rows))
-    return join([padding[:0], *chain.from_iterable(rows)]).reshape(len(rows), max_length)
-
-
-def _boundaries(plan: PackPlan, documents: list[Any], separator: float | None) -> list[tuple[int, int, int]]:
-    """`(row, start, end)` of every document."""
-    places = {}
-    for row, numbers_of_row in enumerate(plan.bins):
-        start = 0
+        parts: list[Any] = []
+        end = -gap
         for i in numbers_of_row:
-            places[i] = (row, start, start + len(documents[i]))
-            start += len(documents[i]) + (separator is not None)
-    return [places[i] for i in sorted(places)]
+            start, end = end + gap, end + gap + lengths[i]
+            parts += [*between, documents[i]]
+            places[i] = len(rows), start, end
+        rows.append([*parts[gap:], padding[end:]])
+    in_order = [places[i] for i in range(len(documents))]
+    if kind.container == "list":
+        return list(map(join, rows)), in_order, counts
+    joined = join([padding[:0], *chain.from_iterable(rows)])
+    return joined.reshape(len(rows), max_length), in_order, counts
