@@ -143,13 +143,6 @@ class WholeCheckpoints:
         self._accelerator.wait_for_everyone()
 
 
-def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
-    """Return the checkpoint of the lowest evaluation loss, or None. The trainer's own record names the folder
-    that it was written in, before it was moved."""
-    best = folder / f"checkpoint-{state.best_global_step}"
-    return best if state.best_global_step and best.is_dir() else None
-
-
 class EarlyStopping(EarlyStoppingCallback):
     """Ends a run after some evaluations without a better loss; a resumed run counts those before it too."""
 

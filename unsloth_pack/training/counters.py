@@ -141,14 +141,10 @@ def _failed_bytes(error: BaseException) -> int:
 
 
 class DocumentLosses:
-    """The loss of every document of an evaluation under TRL's loss, whose own mean is over batches."""
+    """The loss of every document of one evaluation under TRL's loss, whose own mean is over batches."""
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []  # each [2, documents], see `_document_losses`
-
-    def clear(self) -> None:
-        """Begin an evaluation."""
-        self._batches = []
 
     @contextmanager
     def noted(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:

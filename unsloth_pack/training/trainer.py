@@ -27,7 +27,7 @@ from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
-from unsloth_pack.training.checkpoints import WholeCheckpoints, best_checkpoint, has_stopped_early, state_of
+from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
 from unsloth_pack.training.counters import DocumentLosses, MemoryWatch, TokenCounter, TokenCounts
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
@@ -55,9 +55,7 @@ class RunCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
-        """Find the best checkpoint of a resumed run, which transformers forgets if the folder was moved."""
-        if (best := best_checkpoint(state, Path(str(self._trainer.args.output_dir)))) is not None:
-            state.best_model_checkpoint = str(best)
+        self._trainer.find_best_checkpoint(state)
 
     def on_epoch_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Set the sampler's epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
@@ -109,9 +107,8 @@ class RunTrainer(SFTTrainer):
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.nonfinite_updates = NonFiniteUpdates()
-        self._averaged = AveragedGradients() if self.args.world_size > 1 else None
+        self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
-        self._document_losses = DocumentLosses()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
 
     # For a run
@@ -147,6 +144,14 @@ class RunTrainer(SFTTrainer):
             self.args.eval_steps = state["eval_steps"]
         with silenced("transformers.trainer", "The best checkpoint"):  # see `RunCallback`
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    def find_best_checkpoint(self, state: TrainerState) -> bool:
+        """Set the path of the checkpoint of the lowest evaluation loss, if it is there. That in the state is
+        where it was written, before it was moved; of a resumed run, transformers forgets it."""
+        best = Path(str(self.args.output_dir), f"checkpoint-{state.best_global_step}")
+        if is_there := bool(state.best_global_step) and best.is_dir():
+            state.best_model_checkpoint = str(best)
+        return is_there
 
     @property
     def saves_later(self) -> bool:
@@ -233,8 +238,7 @@ class RunTrainer(SFTTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.memory_watch.begin(inputs["input_ids"].numel())
-        if self._averaged is not None:
-            self._averaged.begin(model, self.optimizer)
+        self._averaged.begin(model, self.optimizer)
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)
         finally:
@@ -250,18 +254,14 @@ class RunTrainer(SFTTrainer):
             self._in_backward.begin(loss)
         return loss
 
-    def _average_gradients(self) -> None:
-        if self._averaged is not None:
-            self._averaged.average(self.optimizer)
-
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
-        self._average_gradients()
+        self._averaged.average(self.optimizer)
         return self.nonfinite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        self._average_gradients()
+        self._averaged.average(self.optimizer)
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
         return self.nonfinite_updates.judge(self, norm)
 
@@ -280,7 +280,7 @@ class RunTrainer(SFTTrainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        self._document_losses.clear()
+        self._document_losses = DocumentLosses()
         output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
@@ -311,9 +311,7 @@ class RunTrainer(SFTTrainer):
         return not self.saves_later and super()._determine_best_metric(metrics, trial)
 
     def _load_best_model(self) -> None:
-        best = best_checkpoint(self.state, Path(str(self.args.output_dir)))
-        if best is not None:
-            self.state.best_model_checkpoint = str(best)
+        if self.find_best_checkpoint(self.state):
             super()._load_best_model()
 
     def _get_output_dir(self, trial: object = None) -> str:
