@@ -128,28 +128,23 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
     assert_no_less_exact(lengths, options, [(4, 32), (2, 32), (2, 32)], dtype, runs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_heads_may_begin_anywhere(dtype):
+def test_heads_may_begin_anywhere():
     """Values that are cut out of a wider projection: FlashAttention loads 16 bytes at a time."""
     torch.manual_seed(0)
     lengths, options = (60, 3, 200), AttentionOptions(0.25)
-    wide = torch.randn(sum(lengths), 4, 3 * 16 + 12, device=DEVICE).to(dtype)
-    grad = torch.randn(sum(lengths), 4, 16, device=DEVICE).to(dtype)
+    wide = torch.randn(sum(lengths), 4, 3 * 16 + 12, device=DEVICE).to(torch.bfloat16)
+    grad = torch.randn(sum(lengths), 4, 16, device=DEVICE).to(torch.bfloat16)
     row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
 
     def cut(x):
         return (*x.split([16, 16, 12, 16], dim=-1)[::3], x[..., 5:21])
 
-    def apart(x):
-        return [part.contiguous() for part in cut(x)]
-
-    for name in backends_that_can(dtype, 16, options):
+    for name in backends_that_can(torch.bfloat16, 16, options):
         got, wanted = (
             output_and_gradients(lambda x, of=of, name=name: attend(*of(x), row, options, name), [wide], grad)
-            for of in (cut, apart)
+            for of in (cut, lambda x: [part.contiguous() for part in cut(x)])
         )
-        for g, w in zip(got, wanted, strict=True):
-            torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.every_architecture
@@ -167,26 +162,6 @@ def test_a_config_tells_the_head_sizes_of_its_layers(arch):
         sizes.add((size, out.in_features // config.num_attention_heads))
     assert spec.head_sizes(config) == sizes
     check_backend("auto", config, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"]], ids=["plain", "window"])
-def test_large_heads_are_not_grouped(options, monkeypatch):
-    """Which no memory-efficient kernel takes: torch would build all logits."""
-    torch.manual_seed(0)
-    given = []
-
-    def seen(*args, enable_gqa, **kwargs):
-        given.append(enable_gqa)
-        return plain(*args, enable_gqa=enable_gqa, **kwargs)
-
-    plain = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
-    tensors = [torch.randn(30, heads, 264, dtype=torch.float64) for heads in (4, 2, 2)]
-    row = PackedRow.of_lengths((3, 20, 7), torch.device("cpu"))
-    out = attend(*tensors, row, options, "sdpa")
-    assert error(out, written_out(*tensors, (3, 20, 7), options)) < 1e-12
-    assert given
-    assert not any(given)
 
 
 def padding_backend():
@@ -242,31 +217,14 @@ def test_triton_computes_attention_by_its_definition(options, interpreted):
     assert_no_less_exact((1, 2, 33, 129), options, [(2, 32), (1, 32), (1, 32)], torch.float32, runs)
 
 
-def test_triton_fills_a_static_row(interpreted):
-    """It reads nothing of the row that a captured step does not have."""
-    torch.manual_seed(0)
-    options, lengths = AttentionOptions(scale=0.2, softcap=2.0, window=20), (5, 33)
-    static = PackedRow.static(64, 8, 64, torch.device(DEVICE))
-    static.fill(PackedRow.of_lengths(lengths, torch.device(DEVICE)))
-    tensors = [torch.randn(64, heads, 32).to(DEVICE) for heads in (4, 2, 2)]
-    out = attend(*tensors, static, options, "triton")
-    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
-    assert torch.equal(out[:38], attend(*(x[:38] for x in tensors), row, options, "triton"))
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "head_dim", "options", "why"),
     [
         ("triton", (8, 0), torch.float64, 64, {}, "float16, bfloat16 and float32, not torch.float64"),
         ("triton", (8, 0), torch.bfloat16, 264, {}, "at most 256, not 264"),
-        ("triton", (8, 0), torch.bfloat16, 64, {"dropout": 0.1}, "no attention dropout"),
-        ("triton", (7, 5), torch.bfloat16, 64, {}, "needs compute capability 8.0"),
-        ("triton", (8, 0), torch.bfloat16, 256, {"softcap": 2.0}, None),
         ("flash", (8, 0), torch.float16, 256, {}, None),
         ("flash", (9, 0), torch.float32, 64, {}, "float16 and bfloat16, not torch.float32"),
-        ("flash", (9, 0), torch.float16, 60, {}, "multiple of 8 up to 256, not 60"),
         ("flash", (7, 5), torch.bfloat16, 64, {}, r"needs compute capability 8.0, this GPU has \(7, 5\)"),
-        ("xformers", (9, 0), torch.bfloat16, 64, {"softcap": 2.0}, "no softcap"),
         ("xformers", (9, 0), torch.bfloat16, 64, {}, "xformers does not import .*; pip install xformers"),
     ],
 )
@@ -287,9 +245,7 @@ def test_backends_say_what_they_cannot_serve(
         ((9, 0), torch.bfloat16, 256, {}, "flash", "triton: .* for heads up to 128 on Hopper GPUs"),
         ((8, 0), torch.bfloat16, 64, {}, "flash", "triton: .* on Hopper GPUs"),
         ((9, 0), torch.float32, 64, {}, "sdpa", "triton: .* where flash can run, or for a softcap"),
-        ((9, 0), torch.bfloat16, 64, {"dropout": 0.1}, "flash", "triton: it has no attention dropout"),
         ((8, 0), torch.bfloat16, 256, {"softcap": 50.0}, "flash", "triton: old has the softcap too"),
-        ((8, 0), torch.float32, 256, {"softcap": 50.0}, "triton", "fastest of all"),
     ],
 )
 def test_when_auto_takes_triton(capability, dtype, head_dim, options, name, why, kernels, monkeypatch):
@@ -321,7 +277,7 @@ def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
     assert_no_less_exact(lengths, options, sizes, torch.bfloat16, runs)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), AttentionOptions(0.2, window=1)], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["softcap and window"]], ids=str)
 def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     """Its fourth argument is not `cu_seqlens`; a left bound of -1 hides every key if a right one is given."""
     lengths = (5, 33, 20)
@@ -351,7 +307,7 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     assert "dropout_p" not in kernel.options
 
 
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"], AttentionOptions(0.3, dropout=0.1)])
+@pytest.mark.parametrize("options", [OPTIONS["window"], AttentionOptions(0.3, dropout=0.1)])
 def test_xformers_is_told_what_the_options_mean(options, monkeypatch):
     class Mask:
         def __init__(self, lengths, window=None):
@@ -451,9 +407,7 @@ def kernels(monkeypatch):
         (64, {}, (9, 0), "new"),
         (64, {}, (8, 6), "old"),
         (16, {}, (9, 0), "old"),
-        (128, {"window": 5}, (9, 0), "new"),
         (64, {"softcap": 2.0}, (9, 0), "old"),
-        (64, {"dropout": 0.1}, (10, 0), "old"),
     ],
 )
 def test_the_fastest_flash_kernel_that_serves_a_layer_is_taken(
@@ -464,15 +418,7 @@ def test_the_fastest_flash_kernel_that_serves_a_layer_is_taken(
     assert flash.kernel_name(need) == expected
 
 
-def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
-    monkeypatch.setattr(flash, "KERNELS", flash.KERNELS[:2])
-    for options, missing in (({"softcap": 2.0}, "softcap"), ({"dropout": 0.1}, "attention dropout")):
-        need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1, **options))
-        assert flash.why_unavailable(need) == f"new has no {missing}; install flash-attn"
-        assert flash.kernel_name(need) is None
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["softcap and window"]], ids=str)
 def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
     """NaN for all backends except flash-attn 4, which multiplies masked values by 0; finite values for it."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -495,8 +441,8 @@ def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
         assert reached.all(), name
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 256])
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["softcap and window"]], ids=str)
 def test_no_gradient_crosses_a_boundary(options, head_dim):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     lengths = (7, 1, 33, 2, 130, 64)
@@ -535,21 +481,11 @@ def test_a_backend_that_cannot_run_says_why_and_what_can():
     assert "flash: it needs CUDA" in why
 
 
-def test_an_unknown_backend_is_refused(monkeypatch):
-    from unsloth_pack.attention.backends import requested_backend
-
+def test_an_unknown_backend_is_refused_by_the_name_that_asks(monkeypatch):
     with pytest.raises(
-        InputError, match=r"attn_backend is 'fast'; choose one of auto, triton, flash, xformers, sdpa"
+        InputError, match="attn_backend is 'fast'; choose one of auto, triton, flash, xformers"
     ):
-        requested_backend("fast")
-    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
-    assert requested_backend("flash") == ("sdpa", "UNSLOTH_PACK_ATTN")
-    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "fast")
-    with pytest.raises(InputError, match="UNSLOTH_PACK_ATTN is 'fast'"):
-        requested_backend("auto")
-
-
-def test_messages_name_the_environment_where_it_asks(monkeypatch):
+        backends.requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
     assert patch_model(tiny_model("llama"), "auto").report.attn_reason == "asked for by UNSLOTH_PACK_ATTN"
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "flash")

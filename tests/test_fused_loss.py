@@ -106,9 +106,8 @@ def test_a_head_with_a_bias():
     assert_same_step(*(step(model, batch()) for model in models))
 
 
-@pytest.mark.parametrize("items", [77, torch.tensor(77), torch.tensor(77.0)], ids=str)
-def test_num_items_in_batch(items):
-    inputs = batch() | {"num_items_in_batch": items}
+def test_num_items_in_batch():
+    inputs = batch() | {"num_items_in_batch": torch.tensor(77)}
     inputs["labels"][0, [0, 1, 34, 36, 76]] = -100  # starts of documents, which a trainer does not count
     assert_same_step(step(patched(), inputs), step(through_logits(patched()), inputs))
 
@@ -135,11 +134,10 @@ def test_shifted_labels_are_masked_at_boundaries_too():
     assert_same_step(step(patched(), inputs), expected)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
-def test_autocast(arch):
+def test_autocast():
     inputs = batch()
     with torch.autocast(DEVICE, torch.bfloat16):
-        ours, theirs = step(patched(arch), inputs), step(through_logits(patched(arch)), inputs)
+        ours, theirs = step(patched("gemma2"), inputs), step(through_logits(patched("gemma2")), inputs)
     assert is_fused(ours[0])
     assert abs(ours[1] / theirs[1] - 1) < 2e-3
     for name, grad in theirs[2].items():
@@ -150,14 +148,13 @@ def test_autocast(arch):
 # The memory
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite"])
-def test_the_logits_of_all_tokens_never_exist(arch, monkeypatch):
+def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     for name, value in (("_CHUNK_BYTES", 0), ("_MIN_ROWS", 8), ("_STEP", 8)):
         monkeypatch.setattr(chunked_head, name, value)
     V = 5000
     inputs = batch(vocab_size=V)
     most = []
-    for model in (patched(arch, vocab_size=V), through_logits(patched(arch, vocab_size=V))):
+    for model in (patched(vocab_size=V), through_logits(patched(vocab_size=V))):
         with Largest() as seen:
             step(model, inputs)
         most.append(seen.elements)
@@ -215,19 +212,6 @@ def test_calls_that_want_more_go_through_transformers(change):
         assert out.aux_loss > 0
 
 
-@pytest.mark.parametrize("keep", [5, torch.tensor([0, 7, 30])], ids=str)
-def test_labels_of_the_logits_that_are_kept(keep):
-    inputs = ordinary_batch()
-    places = torch.arange(inputs["labels"].shape[1])[-keep:] if isinstance(keep, int) else keep
-    inputs["labels"] = inputs["input_ids"][:, places]
-    theirs, ours = (
-        model(**inputs, logits_to_keep=keep) for model in (tiny_model("qwen3", torch.float32), patched())
-    )
-    assert not is_fused(ours)
-    assert ours.logits.shape == theirs.logits.shape
-    assert torch.allclose(ours.loss, theirs.loss, rtol=BOUND)
-
-
 def test_evaluation_is_as_in_transformers():
     model = patched()
     with torch.no_grad():
@@ -255,8 +239,7 @@ WRAPPED = {
     "tokens of both ends are trained": {
         "trainable_token_indices": {"embed_tokens": [3, 4], "lm_head": [3, 5, 6]}
     },
-    "an adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
-    "an adapter of another scale on the head": {"target_modules": ["q_proj", "lm_head"], "lora_alpha": 3},
+    "an adapter on the head": {"target_modules": ["q_proj", "lm_head"], "lora_alpha": 3},
 }
 
 
@@ -272,18 +255,20 @@ def wrapped(how, is_tied, dtype=torch.float32):
     return model
 
 
-def cases_of_wrapped():
-    for how in WRAPPED:
-        if how == "both ends are trained as one":
-            yield how, True
-        elif how == "tokens are trained":  # of a head that is not tied PEFT trains none
-            yield from ((how, True), (how, False))
-        else:
-            yield how, False
-    yield "an adapter on the head", True
-
-
-@pytest.mark.parametrize(("how", "is_tied"), list(cases_of_wrapped()))
+@pytest.mark.parametrize(
+    ("how", "is_tied"),
+    [
+        *(
+            (how, False)
+            for how in WRAPPED
+            if how not in ("tokens are trained", "both ends are trained as one")
+        ),
+        *(
+            (how, True)
+            for how in ("tokens are trained", "both ends are trained as one", "an adapter on the head")
+        ),
+    ],
+)
 def test_a_head_with_an_adapter_makes_no_logits(how, is_tied):
     ours, theirs = (wrapped(how, is_tied) for _ in "ab")
     assert_same_step(step(ours, batch()), step(through_logits(theirs), batch()))
@@ -310,10 +295,10 @@ def test_a_merged_head_makes_no_logits(how):
     assert abs(out.loss.item() / before - 1) < BOUND
 
 
-@pytest.mark.parametrize("how", ["the head is trained", "tokens are trained", "an adapter on the head"])
+@pytest.mark.parametrize("how", ["the head is trained", "an adapter on the head"])
 def test_a_head_in_float32_over_hidden_states_in_bfloat16(how):
     """As PEFT makes what it trains, and a trainer's autocast meets it."""
-    models = [wrapped(how, how == "tokens are trained", torch.bfloat16) for _ in "ab"]
+    models = [wrapped(how, False, torch.bfloat16) for _ in "ab"]
     for model in models:
         for weight in model.parameters():
             if weight.requires_grad:
@@ -360,8 +345,7 @@ def test_a_hook_on_the_head_sees_the_logits():
 # Under a plain Trainer
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}], ids=str)
-def test_a_plain_trainer_steps_as_with_logits(options, tmp_path):
+def test_a_plain_trainer_steps_as_with_logits(tmp_path):
     rows = Dataset.from_dict({"input_ids": (ids := [x.tolist() for x in random_documents([20] * 8)])})
     rows = rows.add_column("labels", [[-100] * 5 + row[5:] for row in ids])
     logs = []
@@ -370,7 +354,6 @@ def test_a_plain_trainer_steps_as_with_logits(options, tmp_path):
         given = dict(output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, logging_steps=1)
         given |= dict(per_device_train_batch_size=2, report_to="none", disable_tqdm=True, save_strategy="no")
         given |= dict(use_cpu=DEVICE == "cpu", eval_strategy="steps", eval_steps=1, learning_rate=1e-2)
-        given |= {"include_for_metrics": []} | options
         shapes = []
         trainer = Trainer(
             model,
@@ -383,4 +366,4 @@ def test_a_plain_trainer_steps_as_with_logits(options, tmp_path):
         assert shapes[0] == (8, 20, 256)
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(logs[0]) == 2
-    torch.testing.assert_close(*logs, rtol=1e-2 if "bf16" in options else 1e-4, atol=0)
+    torch.testing.assert_close(*logs, rtol=1e-4, atol=0)
