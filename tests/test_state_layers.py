@@ -288,7 +288,7 @@ def assert_found(model):
 # What they are made of
 
 
-@pytest.mark.parametrize("model_type", LEAKING)
+@pytest.mark.parametrize("model_type", sorted(LEAKING))
 def test_architectures_that_leak_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' cannot be packed: ") as refusal:
         arch_spec_for(model_type)

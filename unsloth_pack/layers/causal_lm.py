@@ -160,9 +160,7 @@ class FastCausalLM(CountedParameters):
             seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
 
         Raises:
-            InputError: descriptions of the row disagree with each other or with its shape; a keyword is
-                nearly one of them; labels exceed the head; labels of document starts are counted in
-                `num_items_in_batch`; `labels` and `shift_labels` differ.
+            InputError: descriptions of the row disagree, or labels do not fit the row or the head.
         """
         kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
         inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}

@@ -45,10 +45,7 @@ def take_visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Ten
     kwargs.pop("visual_pos_masks", None)
     by_layer = kwargs.pop(DEEPSTACK, None) or []
     if len(by_layer) and row.visual is None:
-        raise InputError(
-            f"{DEEPSTACK} came with a packed row that does not say where its images stand; call "
-            "the model with the head, with pixel_values"
-        )
+        raise InputError(f"{DEEPSTACK} came without images; call the model with the head, with pixel_values")
     return by_layer
 
 

@@ -11,17 +11,12 @@ _DECLARED = [declared for family in _FAMILIES for declared in vars(family).value
 _SPECS = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, ArchSpec)}
 _VISION = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, VisionSpec)}
 
-_KDA = "its Kimi delta attention hands no boundaries of documents to its kernels"
-_MAMBA_1 = "the selective scan of its Mamba layers takes no boundaries of documents"
-LEAKING = {  # `config.model_type` of text models whose packed rows leak -> why
-    **dict.fromkeys(("bailing_hybrid", "glm5_next_text", "kimi_linear"), _KDA),
-    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA_1),
-    "minimax": "its lightning attention takes no boundaries of documents",
-    "recurrent_gemma": "its recurrent units take no boundaries of documents",
-    "rwkv": "its recurrence takes no boundaries of documents",
-    "xlstm": "its memory cells take no boundaries of documents",
-    "zaya": "its convolutions take no boundaries of documents",
-}
+# `config.model_type` of text models whose packed rows leak: their layers carry a state, or convolve, and take
+# no boundaries of documents
+LEAKING = frozenset((
+    "bailing_hybrid", "falcon_mamba", "glm5_next_text", "jamba", "kimi_linear", "mamba", "minimax",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya",
+))  # fmt: skip
 
 
 def vision_spec_for(model_type: str) -> VisionSpec | None:
@@ -40,7 +35,8 @@ def arch_spec_for(model_type: str) -> ArchSpec:
     Raises:
         UnsupportedArchitecture: none is declared for `model_type`, or its packed rows leak.
     """
-    if why := LEAKING.get(model_type):
+    if model_type in LEAKING:
+        why = "its layers take no boundaries of documents"
         raise UnsupportedArchitecture(f"model type {model_type!r} cannot be packed: {why}; train it unpacked")
     if model_type not in _SPECS:
         inner = f"{model_type}_text"  # of a model of vision and language

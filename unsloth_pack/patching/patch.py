@@ -240,9 +240,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     parts = DecoderParts.from_decoder(decoder, spec, choices)
     refuse_own_code(parts.list_replaced())
     patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
-    plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
-    _swap_inside_layers(patch, decoder, parts, spec, backend, plan)
-    _swap_decoder(patch, base, decoder, parts, spec, choices, plan)
+    _swap_decoder(patch, base, decoder, parts, spec, choices, backend)
     if base is not decoder and base.get_output_embeddings() is not None:
         vision_spec = vision_spec_for(base.config.model_type)
         _swap_causal_lm(patch, base, decoder, spec, vision_spec)
@@ -262,9 +260,17 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     return patch
 
 
-def _swap_inside_layers(
-    patch: Patch, decoder: Any, parts: DecoderParts, spec: ArchSpec, backend: str, plan: GateAndUpPlan
+def _swap_decoder(
+    patch: Patch,
+    base: object,
+    decoder: Any,
+    parts: DecoderParts,
+    spec: ArchSpec,
+    choices: Sequence[Choice],
+    backend: str,
 ) -> None:
+    plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
+
     def place_of(number: int) -> dict[str, Any]:
         return {"decoder_layer": decoder.layers[number], "number": number, "gate_and_up_plan": plan}
 
@@ -288,20 +294,10 @@ def _swap_inside_layers(
         if gate is not None:
             act = getattr(experts, "act_fn", None)
             patch.swap(experts, FastExperts, gate=gate, gate_module=act, **place_of(number))
-    for loras, kind in ((parts.loras, FastLoraLinear), (parts.expert_loras, FastExpertsLora)):
-        for lora in loras:
-            patch.swap(lora, kind)
-
-
-def _swap_decoder(
-    patch: Patch,
-    base: object,
-    decoder: Any,
-    parts: DecoderParts,
-    spec: ArchSpec,
-    choices: Sequence[Choice],
-    plan: GateAndUpPlan,
-) -> None:
+    for lora in parts.loras:
+        patch.swap(lora, FastLoraLinear)
+    for lora in parts.expert_loras:
+        patch.swap(lora, FastExpertsLora)
     tables = rotary_tables(decoder, spec)
     why_never = _why_never_captured(decoder, parts, tables, choices)
     graphs = StepGraphs(why_never, all(choice.room_is_free for choice in choices))

@@ -39,9 +39,10 @@ def swap_tower(
 ) -> None:
     """Swap the classes of the tower of `base`, and report how it attends; `backend` may be "auto"."""
     tower = base.base_model.get_submodule(spec.tower)
-    {"grids": _swap_for_grids, "sizes": _swap_for_sizes, "batch": _swap_for_batch}[spec.attends](
-        swap, report, tower, spec, backend
-    )
+    if spec.attends == "batch":
+        _swap_for_batch(swap, report, tower, spec)
+    else:
+        _swap_for_rows(swap, report, tower, spec, backend)
     for path, module in tower.named_modules():
         name = path.rpartition(".")[2]
         if is_lora_linear(module):
@@ -77,30 +78,28 @@ def prepare_blocks(
     report.record("image tokens", f"see each other in both directions, {how}")
 
 
-def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
-    attentions = [block.attn for block in tower.blocks]
-    chosen, why, graphs = _choose_backend(attentions[0], tower.patch_embed.proj.weight, backend)
-    swap(tower, FastTower, vision_spec=spec, tower_graphs=graphs)
-    swap(tower.patch_embed, FastPatchEmbed, is_frozen=False)
-    for attention in attentions:
-        swap(attention, FastTowerAttention, attn_backend=chosen)
-    report_tower(report, len(attentions), chosen, why, graphs)
-
-
-def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
-    attentions = [layer.attention for layer in tower.transformer.layers]
-    if drops := _dropout(tower):
+def _swap_for_rows(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
+    """Swap a tower that takes the patches of all images in one row."""
+    if spec.attends == "grids":
+        attentions, weight = [block.attn for block in tower.blocks], tower.patch_embed.proj.weight
+        kinds: tuple[type, type] = FastTower, FastTowerAttention
+        drops = None
+        swap(tower.patch_embed, FastPatchEmbed, is_frozen=False)
+    else:
+        attentions, weight = [layer.attention for layer in tower.transformer.layers], tower.patch_conv.weight
+        kinds, drops = (FastVariableSizeTower, FastVariableSizeAttention), _dropout(tower)
+    if drops:
         swap(tower, FrozenTower, tower_graphs=TowerGraphs(drops))
-        report_tower(report, len(attentions), None, drops)
-        return
-    chosen, why, graphs = _choose_backend(attentions[0], tower.patch_conv.weight, backend)
-    swap(tower, FastVariableSizeTower, tower_graphs=graphs)
+        return report_tower(report, len(attentions), None, drops)
+    chosen, why, graphs = _choose_backend(attentions[0], weight, backend)
+    swap(tower, kinds[0], vision_spec=spec, tower_graphs=graphs)
     for attention in attentions:
-        swap(attention, FastVariableSizeAttention, attn_backend=chosen)
+        swap(attention, kinds[1], attn_backend=chosen)
     report_tower(report, len(attentions), chosen, why, graphs)
 
 
-def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
+def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec) -> None:
+    """Swap a tower that takes images of one size as a batch."""
     why_never = _dropout(tower) or (READ_ON_HOST if "pixel_attention_mask" in spec.options else None)
     if not next(tower.parameters()).is_cuda:
         why_never = "CUDA graphs need CUDA"

@@ -1,7 +1,7 @@
 """Define what every mixer offers. A mixer is what a decoder layer does between tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,7 @@ class Request:
     backend: str  # "auto" or a name
     source: str  # who asks for it, for messages
     config: PreTrainedConfig | None = None  # of the decoder
-    _cache: dict[Hashable, str | None] = field(default_factory=dict, repr=False, compare=False)
-
-    def once(self, key: Hashable, find: Callable[[], str | None]) -> str | None:
-        """Return the result of `find`, cached by `key`: layers of a kind are alike."""
-        if key not in self._cache:
-            self._cache[key] = find()
-        return self._cache[key]
+    tried: dict[Hashable, str | None] = field(default_factory=dict, repr=False)  # of layers of a kind
 
 
 @dataclass(frozen=True)

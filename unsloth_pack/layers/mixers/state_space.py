@@ -119,7 +119,9 @@ class StateMixer(Mixer):
     def _why_not_in_one_row(self, module: nn.Module, request: Request) -> str | None:
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
-        return request.once((self.kind, theirs), lambda: self._try_kernels(theirs, own, request))
+        if theirs not in request.tried:
+            request.tried[theirs] = self._try_kernels(theirs, own, request)
+        return request.tried[theirs]
 
     def _try_kernels(self, kind: type[nn.Module], own: nn.Module, request: Request) -> str | None:
         """Return why a module of this kind does not keep the documents of a row apart, or None.
