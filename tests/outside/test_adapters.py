@@ -172,7 +172,7 @@ REFUSED = {
     "shadow": (peft.ShadowConfig(task_type="CAUSAL_LM"), "is SHADOW: its shadow network does not see where"),
     "activated LoRA": (
         LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, alora_invocation_tokens=[5]),
-        "has alora_invocation_tokens: PEFT looks for them once a row, not in each document",
+        "PEFT looks for alora_invocation_tokens once a row, not in each document",
     ),
 }
 

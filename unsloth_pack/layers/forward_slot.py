@@ -1,8 +1,7 @@
 """Let every call enter a patched causal language model at one place.
 
-Trainers replace `model.forward` on the instance: TRL by a forward that runs the decoder itself, accelerate by
-one under autocast. That would hide a method of the class, and PEFT calls `model.forward(...)`, which runs no
-hook. So `forward` is a data descriptor, which Python looks up before the instance's attributes:
+Trainers replace `model.forward` on the instance, which would hide a method of the class. So `forward` is a
+data descriptor, which Python looks up before the instance's attributes:
 
 - a forward of TRL's is taken as a request, see `TrlHead`; calls still enter here;
 - any other forward (accelerate's, a user's wrapper) is called first, as it expects to be;

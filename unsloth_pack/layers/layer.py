@@ -94,11 +94,7 @@ class FastLayer(nn.Module):
 
     @no_compile
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Run `[B, T, C]` through the layer; a packed row fused, with the results of `_plain_forward`.
-
-        Args:
-            kwargs: as transformers' layer takes them, and `packed_row`.
-        """
+        """Run `[B, T, C]` through the layer; a packed row fused, with the results of `_plain_forward`."""
         before, between = self.input_layernorm, self.post_attention_layernorm
         if args or kwargs.get("packed_row") is None or not (_runs_fused(before) and _runs_fused(between)):
             return super().forward(hidden_states, *args, **kwargs)
@@ -171,10 +167,7 @@ class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
 def build_layer_inputs(
     decoder: "FastDecoder", input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Build the keywords of each layer of a decoder, for a packed row with embeddings `hidden_BTC`.
-
-    Keywords of the call that are not for the layers are taken out of `kwargs`.
-    """
+    """Build the keywords of each layer for a packed row; those that are not for layers leave `kwargs`."""
     by_layer: list[dict[str, Any]] = [{} for _ in decoder.layers]
     if decoder.spec.kv_sharing:
         _refuse_reentrant_sharing(decoder)
@@ -191,10 +184,7 @@ def build_layer_inputs(
 
 
 def embed_per_layer(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
-    """Return the layers' own embeddings of token ids, to pass beside embeddings.
-
-    Without them a decoder would look every embedding up in the whole vocabulary.
-    """
+    """Return the layers' own embeddings of token ids, else looked up by embedding in the whole vocabulary."""
     if not (decoder.spec.per_layer_inputs and decoder.config.hidden_size_per_layer_input):
         return {}
     return {"per_layer_inputs": decoder.get_per_layer_inputs(input_ids, None)}
@@ -230,9 +220,8 @@ _UNTRAINED = -1
 class FastTrainedTokens(nn.Module):
     """Replaces the class of a `TrainableTokensWrapper` around input embeddings.
 
-    PEFT copies the whole matrix at every call to put the trained rows into it, and its gradient is as large.
-    Here frozen rows are looked up as they are, and trained ones in their own small matrix. Calls other than
-    PEFT's plain one go through PEFT's forward.
+    PEFT puts the trained rows into a copy of the whole matrix at every call, which no graph can capture. Here
+    they are looked up in their own small matrix.
     """
 
     token_adapter: Any

@@ -140,13 +140,10 @@ def refuse_adapters(configs: Mapping[str, PeftConfig]) -> None:
             why = "its virtual tokens shift the documents"
         if getattr(config, "is_adaption_prompt", False):
             why = "it wraps the attention"
+        if getattr(config, "alora_invocation_tokens", None):
+            why = "PEFT looks for alora_invocation_tokens once a row, not in each document"
         if why is not None:
             raise InputError(f"adapter {name!r} is {kind}: {why}; use LoRA")
-        if getattr(config, "alora_invocation_tokens", None):
-            raise InputError(
-                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
-                "document; leave them out"
-            )
 
 
 def refuse_leaks(model: nn.Module, decoder: PreTrainedModel) -> None:

@@ -100,10 +100,7 @@ def _new(fast: type, original: type) -> object:
 
 
 class Patch:
-    """A patch on a model. `undo()` takes it off; as a context manager, leaving the context does.
-
-    `attn_backend` and `unpad` are the arguments of `patch_model`.
-    """
+    """A patch on a model. `undo()` takes it off; as a context manager, leaving the context does."""
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
         self.attn_backend = attn_backend
@@ -126,10 +123,7 @@ class Patch:
         return self._report
 
     def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: object) -> None:
-        """Make `module` an instance of `fast` over its own class, with these attributes until the patch goes.
-
-        `later` names attributes that it may get meanwhile.
-        """
+        """Make `module` an instance of `fast` until the patch goes, with these attributes and `later` ones."""
         if isinstance(module, fast):  # layers may share it
             return
         self._swapped.append((module, type(module), (*attributes, *later)))

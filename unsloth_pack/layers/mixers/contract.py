@@ -49,11 +49,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        """Choose how the module of one layer computes.
-
-        Raises:
-            BackendUnavailable: it cannot compute as requested.
-        """
+        """Choose how the module of one layer computes, or raise BackendUnavailable."""
 
     @abstractmethod
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:

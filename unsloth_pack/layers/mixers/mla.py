@@ -53,10 +53,7 @@ class FastLatentAttention(SoftmaxAttention):
         packed_row: PackedRow | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Run the self-attention of one layer; arguments and result as those of `FastAttention`.
-
-        The cache holds the latent and the shared part of the keys, as in transformers.
-        """
+        """Run the self-attention of one layer; arguments and result as those of `FastAttention`."""
         q_BTHD, latent_BTL, k_rope_BTR = self._project(hidden_states)
         q_nope_BTHP, q_rope_BTHR = q_BTHD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q, k = (self._lay_out(x, packed_row) for x in (q_rope_BTHR, k_rope_BTR[:, :, None]))

@@ -1,13 +1,9 @@
 """Run layers that carry a state from token to token: recurrences and short convolutions.
 
-transformers' own forward computes them. Without care the state, and the last tokens of a convolution, would
-pass into the next document. A packed row goes through the forward in one of two ways, with one result:
-
-- once, with the boundaries of the documents, if installed kernels restart the state at each;
-- else in stacks of documents of similar length, each in a row of its own, padded on the right. No later token
-  reaches an earlier one, so padding changes nothing.
-
-`StateMixer` tries which: it finds kernels that are missing or ignore the boundaries.
+transformers' own forward computes them. The state, and the last tokens of a convolution, must not pass into
+the next document. So a packed row goes through the forward once, with the boundaries of the documents, if the
+installed kernels restart the state at each, which `StateMixer` tries. Else documents of similar length go
+through in stacks, padded on the right: no later token reaches an earlier one.
 
 Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
 """
