@@ -1,6 +1,6 @@
 """CUDA graphs on a CPU: what runs in a capture is recorded, and computed again over the same tensors."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -8,15 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
-
-
-class Asked(list):
-    """The calls made while this device was the current one, and the graphs that share the pool."""
-
-    device = 0
-
-    def __init__(self):
-        self.sharing = set()
 
 
 class Recorder(TorchDispatchMode):
@@ -40,54 +31,34 @@ class Recorder(TorchDispatchMode):
                     first.copy_(second)
 
 
+class Graph:
+    def __init__(self):
+        self.recorder = Recorder()
+
+    def pool(self):
+        return (0, 1)
+
+    def reset(self):
+        pass
+
+    def replay(self):
+        self.recorder.replay()
+
+
 def record_graphs(monkeypatch):
-    """Capture without a GPU. A replay computes again.
-
-    Returns:
-        What captures and warm-ups ask of CUDA, in order.
-    """
-    asked = Asked()
-
-    @contextmanager
-    def graph(graph, pool, stream, capture_error_mode="global"):
-        asked.append(("capture", pool, stream, capture_error_mode))
-        with graph.recorder:
-            yield
-        asked.sharing.add(graph)
-
-    class Graph:
-        def __init__(self):
-            self.recorder = Recorder()
-
-        def pool(self):
-            return (asked.device, 1)
-
-        def reset(self):
-            asked.sharing.discard(self)
-
-        def replay(self):
-            self.recorder.replay()
-
-    @contextmanager
-    def use_mem_pool(pool):
-        asked.append(("warm-up", pool.id))
-        yield
-
-    def stream():
-        return SimpleNamespace(wait_stream=lambda other: asked.append(("wait",)), device_index=asked.device)
-
+    """Capture without a GPU. A replay computes again."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
+    stream = SimpleNamespace(wait_stream=lambda other: None, device_index=0)
     for name, made in {
         "CUDAGraph": Graph,
-        "current_device": lambda: asked.device,
+        "current_device": lambda: 0,
         "empty_cache": lambda: None,
-        "Stream": stream,
-        "current_stream": stream,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
         "stream": nullcontext,
         "set_stream": nullcontext,
-        "graph": graph,
-        "use_mem_pool": use_mem_pool,
+        "graph": lambda graph, *_, **__: graph.recorder,
+        "use_mem_pool": nullcontext,
     }.items():
         monkeypatch.setattr(torch.cuda, name, made)
-    return asked

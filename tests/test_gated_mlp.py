@@ -2,18 +2,16 @@
 
 import weakref
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import DEVICE, error, random_documents, run_packed, tiny_model
+from tiny import DEVICE, error, random_documents, tiny_model
 from torch import nn
 from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
-from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora import mlp as module
 from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.lora.mlp import gated_mlp
@@ -188,31 +186,6 @@ def test_in_four_bits(monkeypatch, keep, tile):
 
     monkeypatch.setattr(module, "_TILE", tile)
     judge(make, torch.bfloat16, lambda model: fused(model, keep))
-
-
-@pytest.mark.parametrize("mode", [False, True, "offload"])
-def test_checkpointing_does_not_compute_down_again(mode):
-    """Forward: gate with up, then down. Backward: gate with up once more, where the layer is checkpointed."""
-    model = tiny_model("llama", torch.float32)
-    patch_model(model, "sdpa").skip_probe()
-    enable_checkpointing(model, mode)
-    seen = []
-
-    def counted(forward):
-        def run(x, a, layers, *first_row, **into):
-            seen.append(tuple(p.weight.shape for p in layers))
-            return forward(x, a, layers, *first_row, **into)
-
-        return run
-
-    counters = {name: counted(getattr(arithmetic, name)) for name in ("forward", "forward_base")}
-    with patch.multiple(arithmetic, **counters):
-        run_packed(model, random_documents([33, 2, 64, 1]))
-    config = model.config
-    down = ((config.hidden_size, config.intermediate_size),)
-    gate_up = ((config.intermediate_size, config.hidden_size),) * 2
-    assert seen.count(down) == config.num_hidden_layers
-    assert seen.count(gate_up) == (1 if mode is False else 2) * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("mode", [True, "offload"])
