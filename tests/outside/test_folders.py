@@ -132,6 +132,27 @@ def test_a_run_replaces_no_file_of_somebody_else(name, flags, refused, tmp_path)
     assert (tmp_path / "out" / name).read_text() == "mine"
 
 
+def test_other_files_stay_and_a_runs_own_may_be_replaced(flags, tmp_path):
+    kept = tmp_path / "out" / "checkpoint-of-mine"
+    kept.mkdir(parents=True)
+    (tmp_path / "out" / "train.log").write_text("mine")
+    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
+    assert main([*flags, "--output_dir=out", "--overwrite_output_dir"]) == 0
+    assert (tmp_path / "out" / "train.log").read_text() == "mine"
+    assert kept.is_dir()
+    assert not list((tmp_path / "out").glob("checkpoint-[0-9]*"))
+
+
+def test_resuming_writes_to_no_folder_that_the_run_did_not_name(flags, refused, tmp_path):
+    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
+    (tmp_path / "out" / "adapter_config.json").unlink()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.safetensors").write_text("precious")
+    again = ["--overwrite_output_dir", "--output_dir=out", *flags, "--save_model", "--save_path=theirs"]
+    assert "save_path 'theirs' is not empty" in refused(again)
+    assert (tmp_path / "theirs" / "model.safetensors").read_text() == "precious"
+
+
 # What is loaded from a folder
 
 

@@ -34,7 +34,7 @@ def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions
     whole, path = Source(), own.get("config")
     if path is not None:
         try:
-            whole = read_file(Path(path))
+            whole = read_file(Path(path).expanduser())
         except OSError as error:
             raise InputError(f"config is {path!r}: {error.strerror}; check the path") from None
     for values in (own, parts):

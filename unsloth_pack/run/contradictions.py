@@ -123,6 +123,8 @@ def _of_data(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield "sample_packing is false and streaming is true, which packs; leave out one of them"
     if v.streaming and (folder := packs_in(v.dataset)):
         yield f"streaming is true and {folder} holds packed rows, which stay on the disk; leave it out"
+    if v.freeze_vit and v.freeze_aligner and v.freeze_llm:
+        yield "freeze_vit, freeze_aligner and freeze_llm are true, which leaves nothing to train; change one"
     if v.min_pixels is not None and v.min_pixels > (v.max_pixels or v.min_pixels):
         yield f"{_said(v, 'min_pixels', 'max_pixels')}; give a range"
     if v.image_folder is not None and not os.path.isdir(v.image_folder):
