@@ -8,10 +8,8 @@ import torch
 from tiny import DEVICE, random_documents
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.patching.deferred_logging import LogLine
 from unsloth_pack.patching.trainer_hooks import RowCollator
 from unsloth_pack.training.trl_setup import row_collator
 
@@ -74,24 +72,3 @@ def test_a_padded_batch_is_described_too():
     for place in (1, 2):  # on padding, and beyond the ids
         labelled[place] = {**labelled[place], "labels": [*labelled[place]["labels"], 7]}
         assert "packed_row" not in collate(labelled)
-
-
-def test_the_trainer_of_a_run_reads_no_mask_back(tmp_path, monkeypatch):
-    """What comes to the host, beside the numbers of a log line, is how many tokens have a label."""
-    sizes, start = [], HostCopy.__init__
-    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: sizes.append(x.numel()) or start(self, x))
-    init = LogLine.__init__
-
-    def unseen(*args):
-        before = len(sizes)
-        init(*args)
-        del sizes[before:]
-
-    monkeypatch.setattr(LogLine, "__init__", unseen)
-    trainer = runs.run_trainer(tmp_path, False, max_steps=3, eval_strategy="no", logging_steps=1)
-    computed = []
-    layer = trainer.model.get_base_model().model.layers[0]
-    layer.register_forward_pre_hook(lambda module, args: computed.append(args[0].shape[0]))
-    trainer.train()
-    assert set(computed) == {1}
-    assert set(sizes) <= {1}

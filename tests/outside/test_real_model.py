@@ -160,23 +160,6 @@ def test_losses_are_those_of_plain_trl(smollm, project, packed, run):
     assert plain["eval_loss"][-1] < 0.5 * plain["loss"][0]
 
 
-def test_a_killed_run_goes_on_exactly(project, run):
-    copy = project / "killed"
-    shutil.copytree(run, copy)
-    for path in (
-        copy / f"checkpoint-{UPDATES}",
-        copy / "adapter_config.json",
-        copy / "adapter_model.safetensors",
-    ):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
-    assert main(["--resume", f"--output_dir={copy}"]) == 0
-    assert losses(logged(copy))["loss"][-UPDATES:] == losses(logged(run))["loss"]
-    one, other = ((folder / "adapter_model.safetensors").read_bytes() for folder in (copy, run))
-    assert one == other
-
-
 def test_answers_end_and_merging_changes_none(smollm, run, capsys):
     """Before, the model answers in a sentence; it is trained to answer in a word."""
     asked = ["--prompt", question("Germany"), "--max_new_tokens=24"]

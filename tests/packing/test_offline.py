@@ -96,25 +96,6 @@ def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
     assert sorted(n for row in a for n in row["seq_lengths"]) == sorted(len(row["input_ids"]) for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("where", "call"),
-    [("packing.on_disk._file_sha256", 3), ("checkpoints.atomic.flush", 1)],  # between shards, and at the end
-)
-def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch):
-    calls = []
-
-    def interrupt(path):
-        calls.append(path)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"unsloth_pack.{where}", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "packs", documents(300), rows_per_shard=20)
-    assert len(calls) == call
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_only_an_empty_folder_is_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", documents(10))

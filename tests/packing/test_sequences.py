@@ -18,7 +18,6 @@ MASKS = [[1, 1, 1], [1, 1, 1, 1]]
 
 KINDS = {
     "list": lambda x: x,
-    "tuple": tuple,
     "numpy": lambda x: np.array(x, np.int32),
     "torch": lambda x: torch.tensor(x, dtype=torch.int32),
 }
@@ -75,32 +74,9 @@ def test_a_separator_never_ends_a_row_nor_overfills_it(kind):
     assert packed == [[1, 2, 3, 4], [5, 6, 7, 0], [8, 99, 9, 10]]
 
 
-def test_the_kind_that_came_in_comes_out():
-    assert [type(row) for row in pack_sequences([(1, 2), (3,)], 4, 0)] == [list]
-    array = pack_sequences([KINDS["numpy"](x) for x in SEQUENCES], 8, 0)
-    assert (type(array), array.dtype, array.shape) == (np.ndarray, np.int32, (2, 8))
-    tensor = pack_sequences([KINDS["torch"](x) for x in SEQUENCES], 8, 0)
-    assert (type(tensor), tensor.dtype, tuple(tensor.shape)) == (torch.Tensor, torch.int32, (2, 8))
-    floats = pack_sequences([torch.tensor([0.5, 0.25])], 3, 0.0)
-    assert torch.equal(floats, torch.tensor([[0.5, 0.25, 0.0]]))
-
-
 def test_two_dimensional_input_and_no_sequences():
     assert pack_sequences(np.array([[1, 2], [3, 4]]), 5, 0).tolist() == [[1, 2, 3, 4, 0]]
     assert pack_sequences([], 5, 0, return_boundaries=True) == ([], [])
-
-
-@table("kind", KINDS)
-@table("separator", [None, 99])
-def test_empty_sequences_are_no_documents(kind, separator):
-    options = {"sep_token_id": separator, "return_boundaries": True, "return_counts": True}
-    rows, *others = pack_sequences([KINDS[kind]([])] * 2, 4, 0, **options)
-    assert (as_lists(rows), *others) == ([], [], CutCounts(empty=2))
-    sequences = [KINDS[kind](x) for x in ([1, 2], [], [3])]
-    rows, boundaries, counts = pack_sequences(sequences, 4, 0, **options)
-    assert as_lists(rows) == ([[1, 2, 3, 0]] if separator is None else [[1, 2, 99, 3]])
-    assert boundaries == ([(0, 0, 2), (0, 2, 3)] if separator is None else [(0, 0, 2), (0, 3, 4)])
-    assert counts == CutCounts(empty=1)
 
 
 # ---- empty and over-long
