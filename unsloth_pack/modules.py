@@ -3,7 +3,7 @@
 import logging
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial, wraps
 from itertools import chain
 from operator import attrgetter
@@ -49,19 +49,28 @@ class ModuleWalk:
     """Lists of the modules and parameters below one module, valid until one is added, removed or renamed.
 
     `is_current` runs several times a step. So it compares in C, and most dicts only for being empty.
+
+    Args:
+        modules: by path, the root first; a module at two paths is listed twice. Empty before the first walk.
     """
 
-    def __init__(self) -> None:
-        self.modules: list[tuple[str, nn.Module]] = []  # by path; a module at two paths is listed twice
-        self.each: list[nn.Module] = []  # likewise, without the path
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]] = ()) -> None:
+        self.modules = modules
+        self.each = [module for _, module in modules]
         # By path, with the dict of its module and its name there
-        self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
+        self.parameters = [
+            (f"{name}.{key}" if name else key, module._parameters, key)
+            for name, module in modules
+            for key in module._parameters
+        ]
         self.n_parameters: dict[bool, int] = {}  # without embeddings, or with them
-        self._empty: list[Mapping[str, object]] = []  # dicts without a module or a parameter
-        self._inner: list[dict[str, nn.Module | None]] = []  # dicts of modules
-        self._children: list[dict[str, nn.Module | None]] = []  # copies of these
-        self._holders: list[dict[str, nn.Parameter | None]] = []  # dicts of parameters
-        self._keys: list[str] = []  # of these
+        children = [module._modules for module in self.each]
+        holders = [module._parameters for module in self.each]
+        self._empty = [*(x for x in children if not x), *(x for x in holders if not x)]
+        self._inner = list(filter(None, children))
+        self._children = list(map(dict, self._inner))
+        self._holders = list(filter(None, holders))
+        self._keys = list(chain.from_iterable(self._holders))
         self._once: list[nn.Parameter] = []
         self._ids: list[int] = []  # of all parameters at that time, and of None
 
@@ -74,24 +83,6 @@ class ModuleWalk:
             and self._inner == self._children  # modules are compared by identity
             and list(chain.from_iterable(self._holders)) == self._keys
         )
-
-    def renew(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """List these modules, by path, the root first, and their parameters."""
-        self.modules = modules
-        self.each = [module for _, module in modules]
-        self.parameters = [
-            (f"{name}.{key}" if name else key, module._parameters, key)
-            for name, module in modules
-            for key in module._parameters
-        ]
-        self.n_parameters.clear()
-        children = [module._modules for module in self.each]
-        holders = [module._parameters for module in self.each]
-        self._empty = [*(x for x in children if not x), *(x for x in holders if not x)]
-        self._inner = list(filter(None, children))
-        self._children = list(map(dict, self._inner))
-        self._holders = list(filter(None, holders))
-        self._keys = list(chain.from_iterable(self._holders))
 
     def parameters_once(self) -> list[nn.Parameter]:
         """Return the modules' current parameters, each once."""
@@ -110,7 +101,7 @@ class ListedModules(nn.Module):
 
     def _walk(self) -> ModuleWalk:
         if not self.module_walk.is_current(self):
-            self.module_walk.renew(list(super().named_modules(remove_duplicate=False)))
+            self.module_walk = ModuleWalk(list(super().named_modules(remove_duplicate=False)))
         return self.module_walk
 
     def named_modules(

@@ -1,17 +1,10 @@
-"""Measure a case in a process of its own, which shares neither memory nor patches with other cases.
+"""Measure a case: a short training run, in a process that shares neither memory nor patches with others."""
 
-`python -m unsloth_pack.bench.measure FOLDER STARTED` reads FOLDER/case.json and writes FOLDER/answer.json:
-figures, or `failed` with one line. STARTED is the time of the request, in seconds since the
-epoch.
-"""
-
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +19,8 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 from transformers.utils import is_flash_attn_2_available
 
-import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
+from unsloth_pack.bench import close_outputs
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.checkpoints.loading import (
     find_model,
@@ -37,7 +30,6 @@ from unsloth_pack.checkpoints.loading import (
     quantization,
     weight_dtype,
 )
-from unsloth_pack.errors import first_line
 from unsloth_pack.lora.targets import list_default_names
 from unsloth_pack.memory.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
@@ -48,12 +40,11 @@ from unsloth_pack.training.trl_setup import sft_config
 
 SEED = 3407
 _WARM_UP = {"cuda": 10, "cpu": 1}  # steps, to compile kernels and capture common forms of rows
-_STDERR_TAIL = 2000  # characters of a process without an answer
 
 
 @dataclass(frozen=True)
 class Case:
-    """One short training run, as JSON between processes."""
+    """One short training run."""
 
     model_name: str  # "demo", a folder or a hub name of a model, not of an adapter
     rows: str  # folder of tokenised documents, or of packed rows
@@ -87,17 +78,13 @@ class Figures:
     busy_ms: float | None = None  # of a profiled step, with any activity
 
 
-class Failed(RuntimeError):
-    """A run without figures; the message says why in one line."""
-
-
-def main(folder: Path, started: float) -> None:
-    case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
-    try:
-        answer = asdict(measure(case, folder, started))
-    except Exception as error:
-        answer = {"failed": f"{type(error).__name__}: {first_line(error) or 'no message'}"}
-    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+def measure_apart(case: Case) -> Figures:
+    """Measure in a fresh Python process, which prints nothing; raise what it raises."""
+    with (
+        TemporaryDirectory(prefix="unsloth-pack-bench-") as folder,
+        ProcessPoolExecutor(1, get_context("spawn"), close_outputs) as pool,
+    ):
+        return pool.submit(measure, case, Path(folder), time.time()).result()
 
 
 def plain_packing_leaks() -> bool:
@@ -237,35 +224,3 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def measure_apart(case: Case) -> Figures:
-    """Run `case` in a fresh Python process.
-
-    Raises:
-        Failed: it failed there, as when memory runs out.
-    """
-    with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
-        Path(folder, "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
-        # -P: no imports from the user's working folder
-        command = [sys.executable, "-P", "-m", "unsloth_pack.bench.measure", folder, str(time.time())]
-        paths = [str(Path(unsloth_pack.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            answer = json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
-        except OSError:
-            last = " ".join(done.stderr[-_STDERR_TAIL:].strip().splitlines()[-1:])
-            raise Failed(f"the process ended with {done.returncode}: {last or 'it said nothing'}") from None
-    if "failed" in answer:
-        raise Failed(answer["failed"])
-    return Figures(**answer)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))

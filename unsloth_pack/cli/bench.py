@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count
 from unsloth_pack.demo import BUNDLED_MODELS
+from unsloth_pack.errors import first_line
 from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 from unsloth_pack.run.machine import device_name, device_type, versions
 
@@ -171,8 +172,9 @@ def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") 
             try:
                 with progress.status(f"{run.name}, round {number} of {rounds}"):
                     figures = measure.measure_apart(case)
-            except measure.Failed as error:
-                runs[i] = replace(run, figures=None, why_not=str(error))
+            except Exception as error:
+                why_not = f"{type(error).__name__}: {first_line(error)}"
+                runs[i] = replace(run, figures=None, why_not=why_not)
                 continue
             fastest = min(filter(None, (run.figures, figures)), key=lambda each: each.step_ms)
             runs[i] = replace(run, figures=fastest, step_ms_by_round=(*run.step_ms_by_round, figures.step_ms))
@@ -198,8 +200,8 @@ def _breakdown(case: "Case", figures: "Figures | None", progress: "Console") -> 
     try:
         with progress.status("breakdown of a step"):
             profiled = measure.measure_apart(replace(case, steps=_PROFILED, is_profiled=True))
-    except measure.Failed as error:
-        progress.print(f"no breakdown: {error}", markup=False)
+    except Exception as error:
+        progress.print(f"no breakdown: {type(error).__name__}: {first_line(error)}", markup=False)
         return None
     assert profiled.kernel_ms is not None
     assert profiled.busy_ms is not None
