@@ -17,7 +17,7 @@ from unsloth_pack.cli import main
         ),
         (
             {"eval_packing": True},
-            ["eval_packing is true, which does nothing alone; give --sample_packing too"],
+            ["eval_packing is true, which needs another option; give --sample_packing too"],
         ),
         (
             {"tuning": "full", "lora_plus_ratio": 16, "save_method": "lora", "r": 8},
@@ -25,7 +25,7 @@ from unsloth_pack.cli import main
         ),
         (
             {"streaming": True, "max_steps": None, "sample_packing": False, "eval_fraction": 0.5},
-            ["streaming is true, which does", "sample_packing is false", "true and eval_fraction is 0.5"],
+            ["streaming is true, which needs", "sample_packing is false", "true and eval_fraction is 0.5"],
         ),
         (
             {"optim": "sgd", "optim_args": "momentum=2,beta1=0.9"},

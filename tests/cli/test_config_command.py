@@ -174,7 +174,7 @@ WRONG = [
             *("2: warmup_ratio is 0.1", "3: effective_batch_size is 7", "5: save_path is 'x'"),
             *(
                 "6: optim_args has 'beta7'",
-                "7: eval_steps is 4, which does nothing alone; give",
+                "7: eval_steps is 4, which needs another option; give",
                 "8: tuning is 'full' and r is 4",
             ),
         ],

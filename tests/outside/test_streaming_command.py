@@ -40,7 +40,7 @@ def test_a_stream_needs_a_number_of_updates(shards, model_folder, refused):
     said = refused(
         ["--streaming", f"--model_name={model_folder}", f"--dataset={shards}", "--max_seq_length=128"]
     )
-    assert "a stream has no length; give --max_steps" in said
+    assert "which needs another option; give --max_steps too" in said
 
 
 def test_packs_do_not_stream(model_folder, tmp_path, refused):
@@ -49,7 +49,7 @@ def test_packs_do_not_stream(model_folder, tmp_path, refused):
     packing = ["pack", f"--dataset={data}", f"--model_name={model_folder}", "--max_seq_length=128"]
     assert main([*packing, f"--out={packs}"]) == 0
     said = refused(["--streaming", f"--model_name={model_folder}", f"--dataset={packs}", "--max_steps=3"])
-    assert "holds packed rows, which stay on the disk anyway; leave out --streaming" in said
+    assert "holds packed rows, which stay on the disk; leave it out" in said
 
 
 def endless():

@@ -60,7 +60,7 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
     for name, needs in _NEEDS.items():
         if getattr(values, name) and not any(getattr(values, each) for each in needs):
             flags = " or ".join(f"--{each}" for each in needs)
-            yield InputError(f"{_said(values, name)}, which does nothing alone; give {flags} too")
+            yield InputError(f"{_said(values, name)}, which needs another option; give {flags} too")
     for section in (_of_tuning, _of_training, _of_backward, _of_data):
         yield from map(InputError, section(values, given))
 
