@@ -75,8 +75,8 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
     [
         ("<image><image>a", ["0.png"], r"holds 2 times <image>, and --image is given 1 times; give one"),
         ("<|image_pad|>a", ["0.png"], r"holds <\|image_pad\|>, a token of images; write <image>"),
-        ("a", ["no.png"], r"--image is .*no\.png', which is no file; correct it"),
-        ("a", ["text.png"], r"--image is .*text\.png', which cannot be read as an image; give another"),
+        ("a", ["no.png"], r"--image is .*no\.png', which is no file with an image"),
+        ("a", ["text.png"], r"--image is .*text\.png', which is no file with an image"),
     ],
 )
 def test_what_is_refused(prompt, images, says, asked, tmp_path):

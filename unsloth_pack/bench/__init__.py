@@ -4,7 +4,7 @@ import os
 
 
 def close_outputs() -> None:
-    """Let this process print nothing. Here, as it comes before the imports of `measure`, some of which print."""
+    """Let this process print nothing, called before the imports of `measure`, some of which print."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
         os.dup2(nowhere, output)

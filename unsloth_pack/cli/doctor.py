@@ -192,15 +192,12 @@ def _holds(installed: str, wanted: str) -> bool:
 def _devices(device_type: str) -> Iterator[Line]:
     import torch
 
-    from unsloth_pack.models import supported_architectures
-
     if device_type == "cpu":
         yield Line("devices", "CPU", f"{torch.get_num_threads()} threads, no CUDA device")
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         memory = f"{about.total_memory / 2**30:.0f} GiB"
         yield Line("devices", about.name, f"{memory}, compute capability {about.major}.{about.minor}")
-    yield Line("devices", "architectures", ", ".join(sorted(supported_architectures())))
 
 
 def _attention(device_type: str) -> Iterator[Line]:
@@ -225,8 +222,7 @@ def _attention(device_type: str) -> Iterator[Line]:
 
 def _remedy(backend: str, why: str | None) -> str:
     """Say what to do about a backend that is broken; one that needs another device or dtype is not."""
-    flash = "flash-attn-4" if _installed("flash-attn-4") else "flash-attn"
-    package = {"flash": flash, "xformers": "xformers", "triton": "triton"}.get(backend, "torch")
+    package = {"flash": "flash-attn", "sdpa": "torch"}.get(backend, backend)
     if why is None or not ("failed" in why or ("not import" in why and _installed(package))):
         return ""
     return f"reinstall {package} for torch {_installed('torch')}, or keep to another --attn_backend"

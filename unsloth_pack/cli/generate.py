@@ -65,27 +65,22 @@ def _load_with_images(
     name: str, files: Sequence[str], options: dict[str, Any]
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, Callable[[str], BatchEncoding]]":
     """Return a model that takes images, its tokenizer, and a function that encodes a prompt about these."""
+    from unsloth_pack.images.reading import parse_source, read_pixels
     from unsloth_pack.images.tokens import IMAGE_TOKENS
     from unsloth_pack.run.images import takes_images
     from unsloth_pack.vision_api import FastVisionModel
 
     if not takes_images(name):
         raise InputError(f"--image is {files[0]!r}, and {name} takes no images; leave it out")
-    images = [_open_image(file) for file in files]
+    images = []
+    for file in files:
+        try:
+            images.append(read_pixels(parse_source(0, "image", str(Path(file).absolute()), None)))
+        except InputError:  # its words are of a row of data
+            raise InputError(f"--image is {file!r}, which is no file with an image; correct it") from None
     model, processor = FastVisionModel.from_pretrained(name, **options)
     tokens = IMAGE_TOKENS[model.config.model_type]
     return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
-
-
-def _open_image(file: str) -> "Image":
-    from unsloth_pack.images.reading import parse_source, read_pixels
-
-    if not Path(file).is_file():
-        raise InputError(f"--image is {file!r}, which is no file; correct it")
-    try:
-        return read_pixels(parse_source(0, "image", str(Path(file).absolute()), None))
-    except InputError:  # its words are of a row of data
-        raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":

@@ -226,11 +226,7 @@ class RunReport:
         print_summary(self._console, summary, ledger)
 
     def write_page(self, figures: Mapping[str, object]) -> None:
-        """Write `report.html`. Whatever goes wrong is told in a line, and the run ends well.
-
-        Args:
-            figures: of the summary, which the metrics file does not hold yet.
-        """
+        """Write `report.html`, with the figures of the summary; if that fails a line says so, no more."""
         if not self._metrics.enabled:
             return
         folder, patch = self._metrics.path.parent, patch_of(cast(PeftModel, self._trainer.model))
@@ -288,11 +284,9 @@ def _images_to_draw(row: Mapping[str, Any], images: ImagePreparation) -> list[Im
 def summarise(
     trainer: RunTrainer, fill: RowFill | None, stream: StreamTotals | None, parts: Sequence[Part]
 ) -> RunSummary:
-    """The figures of a run in all of its processes. Every process has to call this.
+    """The figures of a run in all of its processes, each of which has to call this.
 
-    Args:
-        fill: of the rows, or None where they stream.
-        stream: its counts, if the data streams.
+    Either `fill`, of the rows, is not None, or `stream`, what was read of one.
     """
     trained, rows = trainer.trained, fill or stream
     assert rows is not None

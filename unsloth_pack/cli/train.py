@@ -86,7 +86,10 @@ def _run(o: TrainOptions) -> int:
     tokenizer = load_run_tokenizer(o.model.model_name, o.adapter)
     data = build_data(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter)
     if o.output.resume:
-        _check_same_data(folder, data, paths_of(o.data.dataset), paths_of(o.data.eval_dataset))
+        for use, part in (("train", data.train), ("eval", data.evaluation)):
+            paths = paths_of(o.data.dataset if use == "train" else o.data.eval_dataset or o.data.dataset)
+            if part is not None:
+                run_folder.check_same_data(folder, use, paths, part.ledger, part.fingerprint)
     wait_for_all()
 
     model = build_model(
@@ -121,7 +124,7 @@ def _run(o: TrainOptions) -> int:
         return say_how_to_resume(console, trainer, metrics, stop.received)
     with explained(folder):
         summary, ledger = report.summarise()
-        _save(model, trainer, data, o.output, is_full=o.adapter.tuning == "full", dtype=o.model.dtype)
+        _save(model, trainer, data, o.output, o.adapter.tuning == "full", o.model.dtype)
         path = folder / ADAPTER_CONFIG
         if path.is_file() and (note := note_on_vllm(json.loads(path.read_text(encoding="utf-8")))):
             console.print(note, soft_wrap=True, markup=False)
@@ -131,14 +134,6 @@ def _run(o: TrainOptions) -> int:
         if o.output.push_to_hub is not None and is_main_process():
             upload(folder, o.output.push_to_hub)
     return 0
-
-
-def _check_same_data(
-    folder: Path, data: "TrainingData", names: Sequence[str], eval_names: Sequence[str]
-) -> None:
-    for use, rows, paths in (("train", data.train, names), ("eval", data.evaluation, eval_names or names)):
-        if rows is not None:
-            run_folder.check_same_data(folder, use, paths, rows.ledger, rows.fingerprint)
 
 
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
@@ -172,7 +167,6 @@ def _save(
     trainer: "RunTrainer",
     data: "TrainingData",
     output: OutputOptions,
-    *,
     is_full: bool,
     dtype: str | None,
 ) -> None:

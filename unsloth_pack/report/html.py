@@ -71,12 +71,7 @@ class PackedRowSeen:
 
 
 def row_of_batch(batch: Mapping[str, Any], processor: Any, images: Sequence[Any]) -> PackedRowSeen:
-    """Read a batch of `VisionDataCollator` for a model of the Qwen-VL family, to draw it.
-
-    Args:
-        processor: that the collator has.
-        images: of the batch, of Pillow, in the order of their tokens.
-    """
+    """Read a batch of `VisionDataCollator` for a Qwen-VL, to draw it with its images, which are Pillow's."""
     is_image = batch["input_ids"][0].numpy() == processor.image_token_id
     grids = np.asarray(batch.get("image_grid_thw", ()), np.int64).reshape(-1, 3)
     tokens = [int(grid.prod()) // processor.image_processor.merge_size**2 for grid in grids]

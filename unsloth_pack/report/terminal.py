@@ -137,12 +137,7 @@ def print_packs(
     image_folder: str | None = None,
     is_for_adapter: bool = False,
 ) -> None:
-    """Print what was packed, and how to train on it.
-
-    Args:
-        image_folder: where the paths of its images begin; None where training needs none.
-        is_for_adapter: the model is an adapter, with which training goes on.
-    """
+    """Print what was packed, and how to train on it: from an adapter, with a folder of images."""
     begins_with = "--init_adapter" if is_for_adapter else "--model_name"
     command = ["unsloth-pack", begins_with, packs.model_name, "--dataset", folder]
     command += ["--image_folder", image_folder] if image_folder is not None else []
@@ -221,11 +216,7 @@ def print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
 
 
 def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[Line]:
-    """Say the share of each data set of a mixture, and which of its columns are not used.
-
-    Args:
-        how: the data sets are mixed, for those that stream.
-    """
+    """Say the share of each data set of a mixture, which streams in way `how`, and its unused columns."""
     are_weighted = len(parts) > 1 or any(part.weight != 1 for part in parts)
     mixture = [("mixture", f"{part.name}: {_share(part, parts, how)}") for part in parts if are_weighted]
     unused = [(part.name, ", ".join(part.unused_columns)) for part in parts if part.unused_columns]
