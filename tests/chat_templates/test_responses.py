@@ -153,9 +153,7 @@ def test_documents_without_a_marker_are_counted(streamed, caplog):
     ("parts", "says"),
     [
         ({"response_part": "<|im_start|>model\n"}, "response_part '<|im_start|>model.*in none of"),
-        ({"instruction_part": "<|im_start|>human\n"}, "instruction_part '<|im_start|>human.*in none of"),
         ({"response_part": ""}, "response_part is ''"),
-        ({"instruction_part": 5}, "instruction_part is 5"),
         ({"instruction_part": None}, "instruction_part is None"),
         ({"response_part": PARTS["instruction_part"]}, "are both"),
     ],
@@ -168,14 +166,6 @@ def test_markers_that_cannot_be_are_refused(parts, says, streamed):
         train_on_responses_only(trainer, **{**PARTS, **parts})
     assert trainer.train_dataset is data
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["rows", "stream"])
-def test_answers_that_were_cut_off_are_refused(streamed):
-    tokenizer = tokenizer_of("chatml")
-    ids = tokenizer("<|im_start|>user\nq<|im_start|>assistant\n")["input_ids"]
-    with pytest.raises(InputError, match=r"no label left in .* raise max_length"):
-        train_on_responses_only(trainer_of(tokenizer, dataset_of([ids] * 3, streamed=streamed)), **PARTS)
 
 
 def test_evaluations_too():
@@ -196,9 +186,7 @@ def test_evaluations_too():
     ("made", "says"),
     [
         ({"train_dataset": None}, "no train_dataset"),
-        ({"processing_class": None}, "no tokenizer"),
         ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "train_dataset has the columns text"),
-        ({"train_dataset": Dataset.from_dict({"input_ids": []})}, "train_dataset has no rows"),
     ],
 )
 def test_trainers_that_cannot_be_used(made, says):

@@ -68,14 +68,6 @@ def assert_adds_up(ledger, rows):
 A, B = range(100, 140), range(200, 260)
 
 
-def test_one_data_set_stays_as_it_is():
-    one = source("a", A)
-    made = mix([one], seed=1)
-    assert made.train is one.documents
-    assert made.held_out is None
-    assert made.parts[0].trained_tokens == sum(map(len, one.documents.rows["input_ids"]))
-
-
 @pytest.mark.parametrize(
     ("weight", "times"), [(2, {2: 40}), (0.5, {1: 20}), (1.25, {1: 30, 2: 10}), (3, {3: 40})]
 )
@@ -217,19 +209,6 @@ def test_a_stream_draws_anew_in_every_pass_and_for_every_seed(lines, small_block
     assert first != second
     assert (first, second) == passes(3)
     assert first != passes(4)[0]
-
-
-def test_a_stream_has_no_share_of_its_documents(lines):
-    with pytest.raises(
-        InputError, match=r"b.jsonl: weight 0.5 is a share .* give a whole number, or --mixture"
-    ):
-        MixedRows([lines("a.jsonl", A), lines("b.jsonl", B)], [1, 0.5], "concatenate", 3)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_an_empty_source_of_a_stream(how, lines, tmp_path):
-    with pytest.raises(InputError, match=r"b.jsonl: 0 rows; give a dataset with at least one"):
-        rows_from(MixedRows([lines("a.jsonl", A), lines("b.jsonl", [])], [1, 1], how, 3))
 
 
 @pytest.mark.parametrize("limit", [7, 40])

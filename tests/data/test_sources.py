@@ -50,10 +50,8 @@ def error_of(dataset, split="train"):
     ("name", "content"),
     [
         ("a.json", json.dumps(ROWS, indent=2)),
-        ("a.JSON", json.dumps(ROWS)),
         ("a.json", jsonl(ROWS)),
         ("a.json", json.dumps({"version": "1", "data": ROWS})),
-        ("a.json", json.dumps({"data": ROWS}, indent=1)),
         ("a.jsonl", jsonl(ROWS)),
         ("a.jsonl", "\n" + jsonl(ROWS).replace("\n", "\r\n\r\n")),
         ("a.jsonl", b"\xef\xbb\xbf" + jsonl(ROWS).encode()),
@@ -72,14 +70,6 @@ def test_strings_stay_strings(tmp_path):
     assert csv_rows["n"][:] == ["1", "", "3"]
 
 
-def test_ragged_objects_come_back_exactly(tmp_path):
-    arguments = [{"t": 0.6, "lat": 157.830435654872}, {"unit": None}, {"deep": [1, "1", {"x": 1e-12}]}, 12345]
-    rows = [{"arguments": value} for value in arguments]
-    path = write(tmp_path / "a.jsonl", jsonl(rows))
-    assert [row["arguments"] for row in load_rows(path)] == arguments
-    assert load_rows(path)["arguments"][:] == arguments
-
-
 def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert load_rows(write(tmp_path / "a.json", json.dumps(row, indent=1))).to_list() == [row]
@@ -89,7 +79,6 @@ def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):
 @pytest.mark.parametrize(
     ("content", "documents"),
     [
-        ("one\ntwo\nthree\n", ["one", "two", "three"]),
         ("one\nstill one\n\ntwo\n \n\n  three\n", ["one\nstill one", "two", "  three"]),
         ("\n\none\ntwo\n\n", ["one", "two"]),
         ("one\r\nstill one\r\n\r\ntwo", ["one\nstill one", "two"]),
@@ -150,18 +139,7 @@ def test_hub_names_go_to_the_hub(monkeypatch):
 # ---- what does not load, and its errors
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "missing.jsonl",
-        "data/rows.jsonl.bz2",
-        "./missing",
-        "/no/such/folder",
-        "a/b/c",
-        "x.yaml",
-        "Once. " * 999,
-    ],
-)
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "Once. " * 999])
 def test_missing_path(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = error_of(name)
@@ -185,15 +163,11 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
 @table(
     ("name", "content", "parts"),
     [
-        ("a.txt", " \n\n ", ["0 rows"]),
-        ("a.json", "[]", ["0 rows", "at least one"]),
         ("a.csv", "instruction,output\n", ["0 rows"]),
         ("a.jsonl", NOT_JSON, ["a.jsonl line 2, column 13", "not valid JSON", "correct or remove it"]),
-        ("a.jsonl", '{"text" "b"}\n', ["a.jsonl line 1, column 9", '{"text" "b"}']),
         ("a.jsonl", '{"text": NaN}\n', ["line 1", "NaN is no JSON number"]),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', ["line 2", "expected an object, got ['b']", "{...} a line"]),
         ("a.json", '["a", "b"]', ["expected a list of objects, got 'a'", "write [{...}, ...]"]),
-        ("a.json", '"text"', ["expected a list of objects, got 'text'"]),
         ("a.json", '{"a": 1, "b": []}', ["0 of the keys ['a', 'b']", "an object with one such list"]),
         ("a.jsonl", '{"a": "ok"}\n{"a": "\\ud83d"}', ["'\\ud83d' in position 0: surrogates not allowed"]),
         ("a.csv", "a,b\n1,2\n\n1,2,3\n", ["a.csv line 4", "3 cells under 2 columns", "'3'", "quote cells"]),
@@ -202,7 +176,6 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
         ("a.jsonl", b'{"text": "caf\xe9"}\n', ["byte 0xe9 is not UTF-8", "save the file as UTF-8"]),
         ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ["row 0 has a zero byte, as in UTF-16"]),
         ("a.parquet", b"", ["cannot be read", "a whole .parquet file"]),
-        ("a.xlsx", "text\n", ["unknown suffix '.xlsx'", ".json, .jsonl, .csv, .parquet, .txt"]),
         ("a.jsonl.zip", "PK", ["unknown suffix '.zip'", "may be compressed (.gz, .zst, .xz, .bz2)"]),
         (
             "a.jsonl.gz",

@@ -211,14 +211,6 @@ def test_a_bad_row_is_named(bad, message, tmp_path, monkeypatch):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_that_was_cut_is_refused(suffix, tmp_path):
-    path = write(tmp_path / f"rows.jsonl{suffix}")
-    path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(InputError, match=rf"it is a whole \{suffix} file"):
-        texts(open_stream(str(path)).one_pass(Place()))
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_a_file_that_has_changed_before_the_place_is_refused(name, tmp_path):
     path = write(tmp_path / name)
@@ -237,21 +229,3 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl")
     with pytest.raises(InputError, match=r"rows 0 to \d+: token id 256 is outside the vocabulary, 0 to 255"):
         documents(open_stream(str(path)), vocab_size=256)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [datasets.Image(), datasets.List(datasets.Image()), {"bytes": datasets.Value("large_binary")}],
-    ids=["an image", "images", "bytes"],
-)
-def test_blocks_of_rows_with_images_are_small(kind, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.streaming._ROWS", 1000)
-    features = datasets.Features({"text": datasets.Value("string"), "seen": kind})
-    rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(130)]})
-    saved = rows.add_column("seen", [None] * 130).cast(features).to_iterable_dataset()
-    blocks = list(IterableRows("images", saved).one_pass(Place()))
-    assert [block.n_rows for block in blocks] == [50, 50, 30]
-    rest = list(IterableRows("images", saved).one_pass(blocks[0].end))
-    assert rest[0].read(range(1))["text"][0] == "row 50"
-    of_text = rows.to_iterable_dataset()
-    assert [block.n_rows for block in IterableRows("text", of_text).one_pass(Place())] == [130]
