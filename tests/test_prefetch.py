@@ -64,22 +64,6 @@ def test_the_same_batches_are_made_earlier(accumulation, tmp_path, monkeypatch):
     assert ahead[len(ahead) // 2 - 1] == ahead[-1] == 0  # there is nothing more in an epoch
 
 
-def test_a_row_that_cannot_be_read_costs_no_update_before_it(tmp_path):
-    trainer = trainer_of(tmp_path)
-    watch, collate = Watch(trainer), trainer.data_collator
-
-    def broken(examples):
-        if len(watch.made) == 4:
-            raise OSError("the fifth row is gone")
-        return collate(examples)
-
-    trainer.data_collator = broken
-    with pytest.raises(OSError, match="the fifth row is gone"):
-        trainer.train()
-    # accelerate asks for the fifth to hand out the fourth
-    assert trainer.state.global_step == len(watch.made_before) == 3
-
-
 def test_a_run_that_is_resumed_trains_on_the_same_rows(tmp_path):
     whole = watched(trainer_of(tmp_path / "whole", max_steps=6))
     options = {"save_strategy": "steps", "save_steps": 3}

@@ -1,7 +1,5 @@
 """`unsloth_pack.packing` beside torch's loaders and datasets' sets: nothing is lost or changed."""
 
-import itertools
-
 import datasets
 import numpy as np
 import pytest
@@ -30,18 +28,6 @@ def test_a_look_at_the_first_batch_loses_no_rows():
     batches = list(loader)
     assert torch.equal(batches[0], first)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(ROWS)))
-
-
-def test_a_resumed_epoch_keeps_its_place_until_it_is_done():
-    sampler = PackedSampler(ROWS, 2, 1)
-    assert all(a == b for a, b in zip(sampler, sampler, strict=True))  # two iterators at once
-    whole = list(sampler)
-    head = list(itertools.islice(sampler, 4))
-    resumed = PackedSampler(ROWS, 2, 1)
-    resumed.load_state_dict(sampler.state_dict())
-    assert next(iter(resumed)) == whole[4]
-    assert head + list(resumed) == whole
-    assert list(resumed) == whole
 
 
 # pack_dataset

@@ -9,13 +9,10 @@ import shutil
 import subprocess
 import sys
 
-import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.cli import main
 
@@ -66,10 +63,9 @@ def smollm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def project(smollm, tmp_path_factory):
-    """A folder with rows to train and to evaluate on, and a new adapter, which all trainers begin with."""
-    folder, countries = tmp_path_factory.mktemp("project"), list(CAPITALS)
-    for name, part in (("train", countries[:N_TRAINED]), ("eval", countries[N_TRAINED:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(each)) + "\n" for each in part))
+    """A folder with rows to train on and a new adapter."""
+    folder, countries = tmp_path_factory.mktemp("project"), list(CAPITALS)[:N_TRAINED]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row(each)) + "\n" for each in countries))
     torch.manual_seed(0)
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(smollm), adapter).save_pretrained(folder / "adapter")
@@ -77,87 +73,17 @@ def project(smollm, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def packed(smollm, project):
-    """The documents of both files, as `pack` makes them: (ids, labels) each."""
-
-    def documents(name):
-        out = project / f"packs-{name}"
-        given = {"dataset": project / f"{name}.jsonl", "model_name": smollm, "max_seq_length": 1024}
-        flags = [f"--{option}={value}" for option, value in given.items()]
-        assert main(["pack", *flags, "--train_on_responses_only", f"--out={out}"]) == 0
-        with pa.ipc.open_stream(out / "shard-00000.arrow") as stream:
-            (one,) = stream.read_all().to_pylist()
-        starts, ends = one["cu_lengths"], one["cu_lengths"][1:]
-        return [
-            (one["input_ids"][a:b], one["labels"][a:b]) for a, b in zip(starts, ends, strict=False) if b > a
-        ]
-
-    return {name: documents(name) for name in ("train", "eval")}
-
-
-@pytest.fixture(scope="module")
 def run(smollm, project):
     """The folder of a complete run, in which all documents share a row, and so every update."""
     out = project / "run"
-    given = {"model_name": smollm, "dataset": project / "train.jsonl", "eval_dataset": project / "eval.jsonl"}
+    given = {"model_name": smollm, "dataset": project / "train.jsonl"}
     given |= {"init_adapter": project / "adapter", "output_dir": out, "max_seq_length": 1024}
     given |= {"max_steps": UPDATES, "learning_rate": RATE, "lr_scheduler_type": "constant"}
     given |= {"gradient_accumulation_steps": 1, "weight_decay": 0, "optim": "adamw_torch"}
-    given |= {"eval_steps": UPDATES // 2, "save_steps": UPDATES // 2, "dtype": "float32"}
+    given |= {"dtype": "float32"}
     flags = [f"--{name}={value}" for name, value in given.items()]
     assert main([*flags, "--sample_packing", "--train_on_responses_only"]) == 0
     return out
-
-
-def logged(run, kind="log"):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def losses(lines):
-    return {name: [line[name] for line in lines if name in line] for name in ("loss", "eval_loss")}
-
-
-def test_the_end_of_an_answer_is_trained_although_it_pads(smollm, packed):
-    tokenizer = AutoTokenizer.from_pretrained(smollm)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    answers = {tokenizer.decode([t for t in labels if t != -100]).strip() for _, labels in packed["train"]}
-    assert answers == {f"{city}<|im_end|>" for city in list(CAPITALS.values())[:N_TRAINED]}
-
-
-def test_losses_are_those_of_plain_trl(smollm, project, packed, run):
-    def rows(name):
-        return Dataset.from_list(
-            [
-                {"input_ids": ids, "completion_mask": [int(label != -100) for label in labels]}
-                for ids, labels in packed[name]
-            ]
-        )
-
-    base = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, project / "adapter", is_trainable=True)
-    given = {"max_steps": UPDATES, "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0}
-    given |= {
-        "eval_strategy": "steps",
-        "eval_steps": UPDATES // 2,
-        "logging_steps": 1,
-        "optim": "adamw_torch",
-    }
-    given |= {"per_device_train_batch_size": N_TRAINED, "per_device_eval_batch_size": len(CAPITALS)}
-    given |= {"gradient_accumulation_steps": 1, "completion_only_loss": True, "max_length": None}
-    given |= {"gradient_checkpointing": False, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    config = SFTConfig(output_dir=str(project / "plain"), use_cpu=not torch.cuda.is_available(), **given)
-    tokenizer = AutoTokenizer.from_pretrained(smollm)
-    trainer = SFTTrainer(
-        model, config, train_dataset=rows("train"), eval_dataset=rows("eval"), processing_class=tokenizer
-    )
-    trainer.train()
-    ours, plain = losses(logged(run)), losses(trainer.state.log_history)
-    assert len(plain["loss"]) == UPDATES
-    assert len(plain["eval_loss"]) == 2
-    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-3)
-    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
-    assert plain["eval_loss"][-1] < 0.5 * plain["loss"][0]
 
 
 def test_answers_end_and_merging_changes_none(smollm, run, capsys):

@@ -15,7 +15,7 @@ from outside_models import (
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from trl.trainer.callbacks import BEMACallback
 
@@ -33,7 +33,6 @@ OPTIONS = {
     "clipped": {"max_grad_norm": 0.1},
     "checkpointing": {"gradient_checkpointing": True},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "evaluation": EVALUATED,
     "metrics": {**EVALUATED, "compute_metrics": True},
@@ -55,13 +54,6 @@ def accuracy(prediction):
     return {"accuracy": float(right[kept].mean())}
 
 
-class FullPrecision(TrainerCallback):
-    """torch_compile switches TF32 on, for all that follows too."""
-
-    def on_train_begin(self, args, state, control, **_):
-        torch.set_float32_matmul_precision("highest")
-
-
 def train(model, folder, compute_metrics=False, callbacks=(), **options):
     given = {
         "max_steps": 3,
@@ -79,18 +71,13 @@ def train(model, folder, compute_metrics=False, callbacks=(), **options):
         eval_dataset=ROWS[:5],
         data_collator=DataCollatorWithFlattening(),
         compute_metrics=accuracy if compute_metrics else None,
-        callbacks=[FullPrecision, *callbacks],
+        callbacks=callbacks,
     )
     trainer.train()
     return [{key: line[key] for key in COMPARED if key in line} for line in trainer.state.log_history]
 
 
-SLOW = ("compiled",)  # of which `test_compiled.py` tests more, every day
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in SLOW else []) for name in OPTIONS]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_trains_as_the_untouched_model(name, tmp_path):
     plain = adapted()
     before = {key: weight.detach().clone() for key, weight in plain.named_parameters()}

@@ -142,7 +142,7 @@ def test_another_tokenizer(packs):
             r"it is of \('unsloth_pack packs', 2\), this release",
         ),
         (lambda packs: edit_manifest(packs, ledger={}), "not a whole manifest"),
-        (lambda packs: edit_manifest(packs, documents=3), "where the manifest has"),
+        (lambda packs: edit_manifest(packs, shards=[]), "where the manifest has"),
     ],
 )
 def test_damage(damage, message, packs):

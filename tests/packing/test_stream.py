@@ -61,12 +61,6 @@ def test_the_ratio_itself_is_full_enough():
     assert stream.pop()["seq_lengths"] == [29]
 
 
-def test_the_newest_waits_though_its_group_is_full_enough_unless_no_other_is():
-    stream = PackingStream(10, buffer_size=2, strategy="next_fit")
-    assert lengths_out(stream, [9, 8, 2]) == [[9], [8, 2]]
-    assert lengths_out(PackingStream(10, buffer_size=2), [3, 10, 9]) == [[10], [9], [3]]
-
-
 # ---- the end
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from unsloth_pack.data.cache import (
 from unsloth_pack.data.rows import DOCUMENT, IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.in_memory import WHOLE_COLUMNS
-from unsloth_pack.packing.planner import PackPlan, check_positive, plan_packs
+from unsloth_pack.packing.planner import PackPlan, plan_packs
 
 if TYPE_CHECKING:
     import datasets
@@ -89,15 +89,13 @@ def pack_dataset(
         if dataset.column_names is not None:
             check_columns(dataset)
         return pack_iterable(dataset, capacity, strategy, buffer_size, seed)
-    if num_proc is not None:
-        check_positive("num_proc", num_proc)
     plan, builder = plan_rows(dataset, capacity, strategy)
     rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
     packed = rows.map(
         builder,
         batched=True,
         batch_size=builder.batch_size,
-        num_proc=num_proc if num_proc is not None and plan.n_bins > builder.batch_size else None,
+        num_proc=num_proc,
         remove_columns=["row"],
         new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
         desc="Packing",
@@ -138,6 +136,11 @@ class RowBuilder:
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         return self.build(rows["row"][0].as_py(), rows["row"][-1].as_py() + 1)
+
+    def tables(self, first: int, end: int) -> Iterator[pa.Table]:
+        """The packed rows `first` to `end - 1`, some at a time."""
+        for start in range(first, end, self.batch_size):
+            yield self.build(start, min(start + self.batch_size, end))
 
     def build(self, first: int, last: int) -> pa.Table:
         """The packed rows `first` to `last - 1`."""
@@ -276,8 +279,7 @@ def _write(folder: Path, documents: datasets.Dataset, capacity: int, num_proc: i
 
 def _write_span(folder: Path, builder: RowBuilder, task: tuple[int, tuple[int, int]]) -> int:
     number, (first, end) = task
-    size = builder.batch_size
-    tables = (builder.build(start, min(start + size, end)) for start in range(first, end, size))
+    tables = builder.tables(first, end)
     table = next(tables)
     with arrow_file(folder / f"{number}.arrow", table.schema) as stream:
         stream.write_table(table)
