@@ -71,7 +71,7 @@ def train(model, folder, compute_metrics=False, callbacks=(), **options):
         eval_dataset=ROWS[:5],
         data_collator=DataCollatorWithFlattening(),
         compute_metrics=accuracy if compute_metrics else None,
-        callbacks=callbacks,
+        callbacks=[*callbacks],
     )
     trainer.train()
     return [{key: line[key] for key in COMPARED if key in line} for line in trainer.state.log_history]
