@@ -123,7 +123,7 @@ class Patch:
         return self._report
 
     def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: object) -> None:
-        """Make `module` an instance of `fast` until the patch goes, with these attributes and `later` ones."""
+        """Make `module` an instance of `fast` until the patch goes, with attributes and `later` ones."""
         if isinstance(module, fast):  # layers may share it
             return
         self._swapped.append((module, type(module), (*attributes, *later)))
