@@ -17,25 +17,14 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 
 
 class Kernels:
-    """The stand-ins, and how often each ran.
-
-    Args:
-        carrying: names of those that carry over from document to document.
-        sums_decays_of_all: whether a decay of Mamba-2 is a difference of sums from the beginning of the row,
-            as with mamba_ssm. Then the documents before change how it is rounded.
-    """
+    """The stand-ins, and how often each ran."""
 
     def __init__(self):
-        self.carrying = set()
-        self.sums_decays_of_all = False
+        self.carrying = set()  # names of those that carry over from document to document
         self.calls = []
 
-    def install(self, monkeypatch, arch, only=("fla", "causal_conv1d", "mamba_ssm")):
-        """As if the packages had been installed before transformers was imported.
-
-        Args:
-            only: these packages; another one stays as it is.
-        """
+    def install(self, monkeypatch, arch):
+        """As if the packages had been installed before transformers was imported."""
         config = tiny_config(arch)
         # Imported before the packages are there: what it finds then, it keeps
         modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
@@ -45,7 +34,7 @@ class Kernels:
             ("mamba_ssm", self.mamba_chunk_scan_combined),
             ("mamba_ssm", self.mamba_split_conv1d_scan_combined),
         ]
-        packages = {name: ModuleType(name) for name in only}
+        packages = {name: ModuleType(name) for name in ("fla", "causal_conv1d", "mamba_ssm")}
         for name, package in packages.items():
             package.__spec__ = ModuleSpec(name, None)
             monkeypatch.setitem(sys.modules, name, package)
@@ -55,8 +44,6 @@ class Kernels:
             "mamba2_chunk_scan": functions[2],
             "mamba2_split_conv1d_scan_combined": functions[3],
         }.items():
-            if package not in only:
-                continue
             setattr(packages[package], function.__name__, function)
             if (original := getattr(modeling, theirs, None)) is not None:
                 found = use_kernel_func_from_hub_with_fallback(function.__name__, package)
@@ -117,11 +104,7 @@ class Kernels:
         lengths = _lengths_of(seq_idx, *x.shape[:2])
         dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
         n_heads = x.shape[2] // B.shape[2]
-        decay = A * dt
-        if self.sums_decays_of_all:
-            rounded = decay.detach().cumsum(1).diff(dim=1, prepend=torch.zeros_like(decay[:, :1]))
-            decay = decay + (rounded - decay).detach()
-        each = (x, dt, decay, B.repeat_interleave(n_heads, 2), C.repeat_interleave(n_heads, 2))
+        each = (x, dt, A * dt, B.repeat_interleave(n_heads, 2), C.repeat_interleave(n_heads, 2))
         outs = []
         for x_BTHP, dt_BTH, decay_BTH, b_BTHN, c_BTHN in zip(
             *(self._parts("mamba_chunk_scan_combined", part, 1, lengths) for part in each), strict=True

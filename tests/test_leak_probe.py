@@ -201,26 +201,6 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_under_ddp_no_gradient_is_sent(process_group, looks):
-    model = torch.nn.parallel.DistributedDataParallel(patched())
-    sent = []
-
-    def send(state, bucket):
-        sent.append(len(looks))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, send)
-    loss = model(**ROW).loss
-    assert looks
-    assert not sent
-    loss.backward()
-    assert sent
-    model(**ROW).loss.backward()
-    assert len(looks) == 1
-
-
 def test_sharded_parameters_are_left_alone(process_group, looks, caplog):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -31,14 +31,9 @@ from unsloth_pack.models import LEAKING, arch_spec_for
 from unsloth_pack.patching.parts import mixers_by_layer
 
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
-SMALL = [
-    name for name, spec in HYBRIDS.items() if not any("experts" in field for field in TINY[spec.model_type])
-]
-DAILY = (
-    "lfm2",
-    "qwen3_5_text",
-    "falcon_h1",
-)  # a short convolution alone, a delta rule, Mamba-2 beside attention
+SMALL = [name for name in HYBRIDS if not any("experts" in field for field in TINY[name])]
+# A short convolution alone, a delta rule, Mamba-2 beside attention
+DAILY = ("lfm2", "qwen3_5_text", "falcon_h1")
 SMALL_PARAMS = [pytest.param(arch, marks=[] if arch in DAILY else [pytest.mark.nightly]) for arch in SMALL]
 LENGTHS = [9, 1, 24, 2, 13]
 # Of transformers' modeling files: what becomes a kernel of a package where that is installed
@@ -234,23 +229,6 @@ def test_kernels_that_carry_over_are_not_used(arch, kernels):
         assert report.attn_backend.startswith(BY_DOCUMENT)
         assert "do not keep documents apart" in report.attn_reason
         assert verify(model, documents=[[5, 6, 7], [8], [9] * 12]).passed
-
-
-@pytest.mark.parametrize(
-    "leak", [lambda x: 1e-6 * x, lambda x: x.detach()], ids=["small as rounding", "without a gradient"]
-)
-@pytest.mark.parametrize("arch", ["lfm2", "nemotron_h"])
-def test_outputs_and_gradients_show_kernels_that_carry_over(arch, leak, kernels):
-    right = kernels.causal_conv1d_fn
-
-    def wrong(x, *args, **kwargs):
-        return right(x, *args, **kwargs) + leak(x[..., :1])
-
-    wrong.__name__ = right.__name__
-    kernels.causal_conv1d_fn = wrong
-    kernels.installed(arch)
-    report = patch_model(tiny_model(arch, torch.float32, "cpu")).report
-    assert "the installed kernels do not keep documents apart" in report.attn_reason
 
 
 # Planted leaks

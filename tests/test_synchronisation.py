@@ -10,14 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from datasets import Dataset
 from tiny import random_documents, tiny_model
-from transformers import TrainerCallback
 
 import unsloth_pack
-from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.training.trainer import make_trainer
-from unsloth_pack.training.trl_setup import row_collator, sft_config
+from unsloth_pack import patch_model
+from unsloth_pack.training.trl_setup import row_collator
 
 pytestmark = pytest.mark.gpu
 
@@ -98,45 +95,3 @@ def test_a_bare_loop(described_on, allowed, captured, checkpointing):
         at_once, late = at_once_and_late(waits)
         assert len(at_once) <= allowed, waits
         assert len(late) <= 1  # for how many tokens have a label
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_the_trainer_of_a_run(packed, accumulation, tmp_path):
-    """From the end of an update to the end of the next, loading and the optimizer among it."""
-    model, tokenizer = FastLanguageModel.from_pretrained("demo", max_seq_length=256)
-    model = FastLanguageModel.get_peft_model(model, r=4)
-    updates, lengths = BEFORE + 4, [90, 60, 45]
-    ids = [torch.cat(random_documents(lengths, seed=n)).tolist() for n in range(updates * accumulation)]
-    rows = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths] * len(ids)} if packed else {})
-    counts = []
-
-    class Count(TrainerCallback):
-        waits = None
-
-        def on_step_end(self, args, state, control, **_):
-            if self.waits is not None:
-                self.counting.__exit__(None, None, None)
-                counts.append(self.waits)
-                self.waits = None
-            if BEFORE <= state.global_step < state.max_steps - 1:  # the last step logs
-                self.counting = counted_waits()
-                self.waits = self.counting.__enter__()
-
-    config = sft_config(
-        str(tmp_path),
-        padding_free=packed,
-        dtype=model.dtype,
-        max_steps=updates,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=accumulation,
-        optim="adamw_torch_fused",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-    )
-    make_trainer(model, tokenizer, config, Dataset.from_dict(rows), None, [Count()]).train()
-    assert len(counts) == updates - 1 - BEFORE
-    for at_once, late in map(at_once_and_late, counts):
-        assert not at_once
-        assert len(late) <= accumulation  # for how many tokens have a label
