@@ -272,11 +272,10 @@ def test_a_capture_that_fails_is_the_last(monkeypatch, caplog):
     states = []
     generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", {1: generator})
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", fail)
     graphs, bucket = StepGraphs(None), ShapeBucket(64, 64, 64, None)
     graphs._graphs, before = {bucket: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
-    assert not graphs._capture(None, bucket, torch.device("cuda:1"))
+    assert not graphs._try(bucket, fail, torch.device("cuda:1"))
     assert graphs._memory is not before
     assert states.pop(0) == "0 graphs left"
     assert states == ["its state"]

@@ -168,9 +168,6 @@ def atomic_dir(
         replaces: whether a file or folder of an earlier save, by its name, has to go. Files of the names
             of new ones always go. All others stay.
         may_replace: False makes it an error that `target` holds a file of the name of a new one.
-
-    Raises:
-        InputError: `target` is a file, or cannot be written to, or the disk is full.
     """
     try:
         real = Path(os.path.realpath(target))

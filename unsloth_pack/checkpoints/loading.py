@@ -59,11 +59,7 @@ _UNREADABLE = (
 
 
 def find_model(model_name: str) -> tuple[str, str | None]:
-    """Where the base model's weights are, and the adapter's folder if `model_name` is one.
-
-    Raises:
-        InputError: no such folder, one that holds no model, or an adapter that names no base model.
-    """
+    """Where the base model's weights are, and the adapter's folder if `model_name` is one."""
     check_model_there(model_name)
     name = str(model_name)
     if name in BUNDLED_MODELS:
@@ -155,11 +151,7 @@ def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
 def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> Any:
     """A causal model with all of its weights, each finite and of the shape that its configuration gives.
 
-    Args:
-        use_safetensors: False also takes pickled weights.
-
-    Raises:
-        InputError: it cannot be found or read; weights are missing, not finite or of another shape.
+    InputError where they are not. With `use_safetensors=False` pickled weights are taken too.
     """
     if os.path.isdir(source):
         check_files(source, "model", use_safetensors)
@@ -201,11 +193,7 @@ def auto_class(config: PretrainedConfig | None) -> type[AutoModelForCausalLM | A
 
 
 def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool = True) -> PeftModel:
-    """The model with the adapter in a folder, which can be trained further.
-
-    Raises:
-        InputError: the adapter is cut, of another base model, not finite, or pickled.
-    """
+    """The model with the adapter in a folder, ready to train; InputError where they do not fit."""
     complaint = f"cannot load the adapter {adapter} onto its base model"
     remedy = "give the base model that it was trained on, or save it anew"
     check_files(adapter, "adapter", use_safetensors)

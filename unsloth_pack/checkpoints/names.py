@@ -54,26 +54,16 @@ def model_files(folder: Path) -> list[str]:
 
 
 def replaced_by_a_model(folder: Path, with_tokenizer: bool) -> Callable[[str], bool]:
-    """Which names in `folder` have to go where a merged model is saved, such as those of an adapter.
-
-    Raises:
-        InputError: the adapter there is that of a run.
-    """
+    """Which names in `folder` a merged model replaces; InputError over the adapter of a run."""
     if os.path.lexists(folder / METRICS) and os.path.lexists(folder / ADAPTER_CONFIG):
-        raise InputError(
-            f"{str(folder)!r} holds a run with its adapter, which a merged model would replace; give another "
-            "folder"
-        )
+        said = f"{str(folder)!r} holds a run with its adapter, which a merged model would replace"
+        raise InputError(f"{said}; give another folder")
     names = ADAPTER | _CONFIGS | (TOKENIZER if with_tokenizer else set())
     return lambda name: name in names or _is_weights(name)
 
 
 def replaced_by_an_adapter(folder: Path, with_tokenizer: bool) -> Callable[[str], bool]:
-    """Which names in `folder` have to go where an adapter is saved: a merged model that was saved earlier.
-
-    Raises:
-        InputError: a model is there that was not saved by `save_pretrained_merged`.
-    """
+    """Which names in `folder` an adapter replaces; InputError over a model that was not saved here."""
     weights = [name for name in _names(folder) if _is_weights(name)]
     if theirs := sorted(set(weights) - _saved_here(folder)):
         raise InputError(f"{str(folder)!r} holds a model ({theirs[0]}); give the adapter another folder")

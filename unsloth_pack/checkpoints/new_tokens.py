@@ -55,10 +55,9 @@ def _refusal(path: str, why: str) -> InputError:
 
 
 def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: NewTokens) -> dict[int, list[int]]:
-    """Add tokens to a tokenizer; InputError for one that it has, or a description that it cannot say.
+    """Add tokens to a tokenizer; return the ids of their descriptions, which may be empty, by id.
 
-    Returns:
-        By the id of each token, the ids of its description; an empty list where it has none.
+    InputError for a token that it has, or a description that it cannot say.
     """
     vocabulary = tokenizer.get_vocab()
     of_description: list[list[int]] = []
@@ -80,10 +79,6 @@ def add_to_model(model: nn.Module, descriptions: Mapping[int, list[int]]) -> Non
     """Give a model embeddings for new tokens, and outputs where the head is not tied.
 
     A row begins as the mean of the rows of its description, or of all the tokens that were there before.
-
-    Args:
-        model: a transformers model, or a PEFT model of one.
-        descriptions: of `add_to_tokenizer`.
     """
     import torch
 

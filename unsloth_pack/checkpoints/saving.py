@@ -50,11 +50,8 @@ def write_weights(
 ) -> None:
     """Write weights, which come in any order, into one safetensors file, or into several and an index.
 
-    A file is written once all of its weights have come, so that few of them are held at a time.
-
-    Args:
-        expected: meta tensors of the same names, shapes and types.
-        about: goes into the header of the one file, else into the index.
+    A file is written once all of its weights have come, so that few are held at a time. `expected` are meta
+    tensors of the same names, shapes and types. `about` goes into the header of the one file, or the index.
     """
     plan = split_torch_state_dict_into_shards(
         dict(expected), filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
@@ -148,15 +145,9 @@ def save_in_own_dtype(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Save a whole model, adapters merged, in the type that its weights have, and its tokenizer.
+    """Save a whole model, adapters merged, in `dtype` or the type that its weights have, and its tokenizer.
 
     A run saves so what it trained in full, and what it merges before it begins.
-
-    Args:
-        dtype: another type to save in.
-
-    Raises:
-        InputError: as `save_pretrained_merged`.
     """
     with atomic_dir(folder, last=[MODEL_CONFIG], replaces=replaced_by_a_model(folder, True)) as aside:
         _write_merged(model, aside, dtype or base_of(model).dtype)

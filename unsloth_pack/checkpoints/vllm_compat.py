@@ -10,11 +10,7 @@ _ENDS = ("embed_tokens", "lm_head")
 
 
 def note_on_vllm(config: Mapping[str, Any]) -> str | None:
-    """One line on what keeps vLLM from serving an adapter, or on the flag that it needs; None if nothing.
-
-    Args:
-        config: of the adapter, as `adapter_config.json` has it.
-    """
+    """One line on what keeps vLLM from serving an adapter, or on the flag that it needs; None if nothing."""
     targets = config.get("target_modules") or ()
     named = [name for name in _ENDS if not isinstance(targets, str) and name in targets]
     reasons = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from unsloth_pack.cuda_graphs.checkpointing import RecomputedLayers, why_not_recomputed
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
@@ -280,14 +280,9 @@ class ModuleState:
         self._children_seen = [dict(children) for children in self._children]
         self._holders = [m._parameters for m in modules if m._parameters]
         self._kept_alive = self._parameters()  # so that no other parameter can get one of their ids
-        self._memory: list[UntypedStorage] = []
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         self._scalings: list[dict[str, float]] = [getattr(m, "scaling", {}) for m in self._adapted]
         self._seen = self.look()
-
-    def keep_memory(self) -> None:
-        """Keep the parameters' memory alive: graphs may be launched before the check for changes."""
-        self._memory = [p.untyped_storage() for p in self._kept_alive]
 
     def matches(self, module: Walkable) -> bool:
         """True if nothing has changed. Called every step, so it compares little of a module."""
@@ -331,6 +326,8 @@ class DecoderState(ModuleState):
         )
         self._dropouts_seen = self._look_at_dropouts()
         super().__init__(decoder)
+        # Graphs may be launched before the check for changes, and read this memory
+        self._memory = [p.untyped_storage() for p in self._kept_alive]
 
     def dropout_matches(self) -> bool:
         """True if every dropout has the same probability, and is on or off as before."""
@@ -358,17 +355,12 @@ def _alike(value: object) -> object:
 
 
 class GraphCache:
-    """The graphs of one module, by the shape of what they replay. Copies and pickles hold no graphs.
-
-    Args:
-        why_never: why nothing can be captured, or None.
-        what: they replay, and the unit of its size, for messages.
-    """
+    """The graphs of one module, by the shape of what they replay. Copies and pickles hold no graphs."""
 
     def __init__(self, why_never: str | None, what: str, unit: str):
         self.why_not = why_never  # why the last row was not captured
-        self.why_never = why_never
-        self._what, self._unit = what, unit
+        self.why_never = why_never  # why nothing can be captured, or None
+        self._what, self._unit = what, unit  # what they replay and the unit of its size, for messages
         self._graphs: dict[Any, Any] = {}
         self._state: ModuleState | None = None
         self._memory = GraphMemory()

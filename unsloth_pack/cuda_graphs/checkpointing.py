@@ -21,10 +21,8 @@ class ActivationOffload:
 
     Copies run on a stream of their own. `take` prefetches the next tensor of the stack, so two are on the
     device at a time. The compute stream waits for each copy before its memory is reused, usually long after
-    the copy. Tensors on a CPU stay where they are.
-
-    Args:
-        buffer: returns pinned host memory for a tensor and its place in the stack; None to allocate it.
+    the copy. Tensors on a CPU stay where they are. `buffer` returns pinned host memory for a tensor and its
+    place in the stack; None to allocate it.
     """
 
     def __init__(self, buffer: Callable[[int, Tensor], Tensor] | None = None) -> None:
@@ -38,11 +36,7 @@ class ActivationOffload:
         return ActivationOffload(self._buffer)
 
     def put(self, x: Tensor) -> "Tensor | _OnHost":
-        """Copy `x` to the host and return a handle for `take`; `x` itself on a CPU.
-
-        Raises:
-            InputError: the host has too little memory for the copy.
-        """
+        """Copy `x` to the host and return a handle for `take`; `x` itself on a CPU."""
         if not x.is_cuda:
             return x
         if self._stream is None:

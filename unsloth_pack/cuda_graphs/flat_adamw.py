@@ -51,11 +51,8 @@ class FlatAdamW(AdamW):
 
     Groups hold the model's own parameters, which become views of one tensor, and `state_dict()` holds the
     state of each, so that either optimizer continues from the other's checkpoint. An update with gradients
-    for only some of the weights turns it into plain AdamW.
-
-    Args:
-        params: as for AdamW. Those of one group, dtype and device share one tensor.
-        options: AdamW's.
+    for only some of the weights turns it into plain AdamW. Parameters of one group, dtype and device share a
+    tensor.
     """
 
     _flat: AdamW | None = None  # over the flat tensors, while all weights step together

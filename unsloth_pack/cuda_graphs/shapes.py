@@ -122,8 +122,7 @@ class ShapeBucket:
     def widened(self, others: Iterable["ShapeBucket"], room: int) -> "ShapeBucket":
         """Widen to the segments, their length and the blocks of other shapes with no more tokens.
 
-        Args:
-            room: a further factor for segments and their length, up to the shape's tokens.
+        `room` is a further factor for segments and their length, up to the shape's tokens.
         """
         like = [self, *(other for other in others if other.tokens <= self.tokens and other.kind == self.kind)]
         longest = max(bucket.longest for bucket in like)

@@ -42,19 +42,14 @@ _ROOM = 2  # factor on the needs of the rows so far, if a wider shape costs almo
 
 
 class StepGraphs(GraphCache):
-    """The graphs of one decoder, one pair for each shape of row.
-
-    Args:
-        room_is_free: True if room for more and longer documents makes its layers no slower.
-        windows: of its layers, if rows with bidirectional blocks of image tokens can be captured.
-    """
+    """The graphs of one decoder, one pair for each shape of row."""
 
     def __init__(
         self, why_never: str | None, room_is_free: bool = False, windows: Collection[int | None] = ()
     ):
         super().__init__(why_never, "step", "tokens")
-        self.windows = windows
-        self._room_is_free = room_is_free
+        self.windows = windows  # of its layers, if rows with bidirectional blocks of images can be captured
+        self._room_is_free = room_is_free  # room for more and longer documents makes its layers no slower
         self._buckets_seen: set[ShapeBucket] = set()
         self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
         self._graphs: dict[ShapeBucket, CapturedShape]
@@ -197,7 +192,8 @@ class StepGraphs(GraphCache):
         if wanted and is_worth_it:
             self._on_trial = None
             bucket = bucket.widened(self._buckets_seen, _ROOM if self._room_is_free else 1)
-            return bucket if self._capture(decoder, bucket, row.device) else None
+            capture = partial(capture_bucket, decoder, bucket, row.device, self._memory, self.windows)
+            return bucket if self._try(bucket, capture, row.device) else None
         if nearest is not None:
             self.why_not = None
         return nearest
@@ -224,14 +220,6 @@ class StepGraphs(GraphCache):
         why = self._trials[bucket.embedded].why_not_held_up(bucket.tokens)
         self.why_not = why or self.why_not
         return why is not None
-
-    def _capture(self, decoder: CapturableDecoder, bucket: ShapeBucket, device: torch.device) -> bool:
-        """Capture a shape; False if that failed."""
-        capture = partial(capture_bucket, decoder, bucket, device, self._memory, self.windows)
-        is_captured = self._try(bucket, capture, device)
-        if is_captured and self._state is not None:
-            self._state.keep_memory()
-        return is_captured
 
 
 def _device_of(inputs: Tensor | Embedded) -> torch.cuda.device_of:

@@ -115,7 +115,7 @@ class _TrainedGatedMLP(torch.autograd.Function):
         if plan.start is None:
             ctx.save_for_backward(x, *(outputs if plan.keep else []))
         ctx.plan, ctx.params, ctx.shape = plan, params, x.shape
-        ctx.versions = arithmetic.record_versions((), params)
+        ctx.versions = arithmetic.record_versions(params)
         return arithmetic.reshape_output(y_NO, x.shape)
 
     @staticmethod

@@ -10,9 +10,9 @@ Shapes: N tokens, I inputs, O outputs, r rank, R ranks of all layers together; W
 B `[O, r]`, h = drop(x) Aᵀ `[N, R]`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +33,6 @@ from unsloth_pack.lora.quantised import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight
 Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, and torch's count of changes
-
-
-class HasWeight(Protocol):
-    """The frozen part of a layer."""
-
-    @property
-    def weight(self) -> Any:
-        """A tensor, or a tuple of its quantised parts, the weights first."""
 
 
 class Layer(NamedTuple):
@@ -102,12 +94,7 @@ def forward(
     first_row: int = 0,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """Compute every layer's output, and h.
-
-    Args:
-        first_row: the first row of x in the whole input, of which x may be a tile; here and below.
-        into: contiguous tensors for the outputs, or None for new ones; here and below.
-    """
+    """Compute every layer's output, in `into` if it is given, and h; x begins at `first_row` of the input."""
     outputs = into or [x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]) for p in layers]
     h_NR = project_to_ranks(x_NI, a_RI, layers, first_row)
     x_fp8 = _quantise_input(layers, x_NI)
@@ -169,11 +156,7 @@ def backward_to_input(
     into: Tensor | None = None,
     columns: Fp8Columns | None = None,
 ) -> Tensor:
-    """Compute the gradient of x.
-
-    Args:
-        columns: of `transpose_fp8`, from callers that work in tiles; here and below.
-    """
+    """Compute the gradient of x. Callers that work in tiles give the `columns` of `transpose_fp8`."""
     gx_NI = gh_NR.new_empty(gh_NR.shape[0], a_RI.shape[1]) if into is None else into
     if not _has_dropout(layers):
         return _backward_through_weights(g_NOs, layers, gx_NI, columns, narrow=(gh_NR, a_RI))
@@ -247,13 +230,14 @@ def detach_all(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
-def record_versions(frozen: Sequence[HasWeight], tensors: Sequence[Tensor | None] = ()) -> Versions:
-    """Record the versions of tensors that a node keeps by reference, for `check_unchanged`.
+def record_versions(weights: Iterable[Tensor | tuple[Any, ...] | None]) -> Versions:
+    """Record the versions of weights that a node keeps by reference, for `check_unchanged`.
 
-    Autograd does not save them: checkpointing would compute them again, and a quantised weight is no tensor.
+    Autograd does not save them: checkpointing would compute them again, and a quantised weight is no tensor
+    but a tuple, which begins with one.
     """
-    memory = [part.weight if isinstance(part.weight, Tensor) else part.weight[0] for part in frozen]
-    return [(x, 0 if x is None or x.is_inference() else x._version) for x in (*memory, *tensors)]
+    tensors = [weight[0] if isinstance(weight, tuple) else weight for weight in weights]
+    return [(x, 0 if x is None or x.is_inference() else x._version) for x in tensors]
 
 
 def check_unchanged(recorded: Versions) -> None:

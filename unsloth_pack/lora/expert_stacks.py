@@ -218,15 +218,10 @@ UNGATED_STACKS = ("up_proj", "down_proj")
 
 
 class ExpertsModule(nn.Module):
-    """Types of the attributes of a transformers module of stacked experts.
+    """Types of the attributes of a transformers module of stacked experts."""
 
-    Args:
-        gate_up_proj: `[E, 2F, C]`, or `[E, C, 2F]` if `is_transposed`.
-        down_proj: `[E, C, F]`, or `[E, F, C]`.
-    """
-
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
+    gate_up_proj: nn.Parameter  # `[E, 2F, C]`, or `[E, C, 2F]` if `is_transposed`
+    down_proj: nn.Parameter  # `[E, C, F]`, or `[E, F, C]`
     config: Any
     has_bias: bool
     has_gate: bool

@@ -9,8 +9,7 @@ Every stack of weights W `[E, ..]` is frozen, and has an adapter of its own for 
 The gradient of W is never computed. Of the adapters' path only rank-wide activations are saved. The backward
 pass gathers the rows of x again, and has gate and up saved or computes them again. Shapes depend only on the
 number of tokens and nothing waits for the device: a step can be captured. The sum over a token's experts has
-    one
-order: the same bits every time.
+one order: the same bits every time.
 
 Shapes: N tokens of k experts each, S = N * k rows sorted by expert, E experts, C inputs and outputs of an
 expert, F features inside, r the rank of an expert's adapter.
@@ -89,12 +88,9 @@ def routed_experts(
     gate: Gate,
     keep: bool,
 ) -> Tensor:
-    """Compute the weighted sum of each token's experts, `[N, C]`.
+    """Compute the sum of each token's experts, `[N, C]`, weighted by the router.
 
     Args:
-        x_NC: in the compute dtype.
-        experts_Nk: int64, the experts of each token.
-        weights_Nk: the router's weights of their outputs.
         stacks: of gate and up in one, and of down.
         factors: A `[E * r, I]`, expert by expert, and B `[O, r * E]`, rank by rank, of the two stacks, as in
             PEFT; None without an adapter.
@@ -222,7 +218,7 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.save_for_backward(x_NC, weights_Nk, *([total.base, h_inner] if call.keep else []))
         ctx.call, ctx.factors = call, detached
         ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]
-        ctx.versions = arithmetic.record_versions(call.stacks, detached)
+        ctx.versions = arithmetic.record_versions([*(stack.weight for stack in call.stacks), *detached])
         return y_NC
 
     @staticmethod

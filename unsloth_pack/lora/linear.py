@@ -236,7 +236,7 @@ class _LoraLinears(torch.autograd.Function):
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        ctx.versions = arithmetic.record_versions(frozen)
+        ctx.versions = arithmetic.record_versions(p.weight for p in frozen)
         ctx.layers = [p._replace(bias=None, b_Or=None, seed=None) for p in layers]
         return tuple(arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs)
 

@@ -34,12 +34,9 @@ _TILE = 2**26
 def gated_mlp(
     x: Tensor, inner: Sequence[FastLoraLinear], down: FastLoraLinear, activation: str, keep: bool
 ) -> Tensor:
-    """Map `[..., I]` to `[..., O]`; all layers must run fused over x.
+    """Map `[..., I]` to `[..., O]`; all layers must run fused over x. `inner` are those of `gate_and_up`.
 
-    Args:
-        inner: the layers of gate and up, or one layer of both, gate first.
-        activation: as for `kernels.gated`.
-        keep: True to save gate and up for the backward pass.
+    With `keep` the backward pass has gate and up saved; without, it computes them again.
     """
     x, recipe = cast_input(x)
     layers = [*inner, down]
@@ -119,7 +116,7 @@ class _GatedMLP(torch.autograd.Function):
             ctx.save_for_backward(*inputs, *([] if cached is None else [cached.h, *cached.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        ctx.versions = arithmetic.record_versions(plan.frozen, detached)
+        ctx.versions = arithmetic.record_versions([*(p.weight for p in plan.frozen), *detached])
         return arithmetic.reshape_output(y_NO, x.shape)
 
     @staticmethod

@@ -92,12 +92,9 @@ def prevent_cpu_packing(model: nn.Module) -> None:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer with a frozen weight in e4m3 and a scale for every output.
+    """A linear layer with a frozen weight in e4m3 and a scale for every output; sizes are multiples of 16.
 
     Quantises its input row by row, and in the backward pass the gradient of the output.
-
-    Args:
-        linear: the layer to replace; `in_features` and `out_features` are multiples of 16.
     """
 
     scale: Tensor

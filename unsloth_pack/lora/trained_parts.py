@@ -230,9 +230,7 @@ def check_rows_apart(
 ) -> None:
     """Raise InputError for layers that `option` names, of whose weights `tokens_option` trains single rows.
 
-    Args:
-        names: ends of paths.
-        tied: True to refuse a layer, too, that shares its weight with the one of the rows.
+    `names` are ends of paths. With `tied` also for layers that share such a weight.
     """
     if tokens is None:
         return
