@@ -7,7 +7,6 @@ have few shapes; those of one shape are neighbours, so that cutting takes one op
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -222,10 +221,9 @@ class FlatGradients:
         order = self._layout.order
         self._flat = join([grad for place in order if (grad := grads[place]) is not None])
         self._dtype = dtype
+        # The number of each gradient in `order`; of a parameter without one that of the None in `copies`
         numbers = {place: number for number, place in enumerate(order)}
-        # `copies` appends a None for parameters without a gradient. itemgetter returns a bare value for one
-        # index, so append two dummy indices and drop them after the call.
-        self._in_order = itemgetter(*(numbers.get(place, -1) for place in range(len(grads))), -1, -1)
+        self._numbers = [numbers.get(place, -1) for place in range(len(grads))]
 
     def release_to_pool(self) -> None:
         """Let other graphs use the memory after a capture: copies are taken right after a replay."""
@@ -235,4 +233,4 @@ class FlatGradients:
         """Copy every parameter's gradient: the next replay overwrites the originals."""
         flat = self._flat.to(self._dtype, copy=True)
         cut: list[Tensor | None] = [*self._layout.cut(flat), None]
-        return self._in_order(cut)[:-2]
+        return tuple([cut[number] for number in self._numbers])

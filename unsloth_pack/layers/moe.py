@@ -13,13 +13,11 @@ from unsloth_pack.kernels.moe import why_not_grouped
 from unsloth_pack.layers.mlp import ACTIVATIONS, GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.lora.expert_stacks import (
     STACKS,
-    ExpertAdapter,
     ExpertsModule,
     Fp8Stack,
     Nf4Stack,
     PeftStack,
     dequantised_stacks,
-    get_adapter,
     get_stored_stack,
     is_quantised,
     iterate_wrappers,
@@ -60,7 +58,7 @@ class FastExperts(ExpertsModule):
         self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[PeftStack]
     ) -> Tensor:
         """Run `forward` as one autograd node; `adapters` wrap the stacks, each with one adapter in use."""
-        by_name = {wrapper.parameter_name: get_adapter(wrapper) for wrapper in adapters}
+        by_name = {wrapper.parameter_name: wrapper for wrapper in adapters}
         stacks, factors = zip(*(self._stack(name, by_name.get(name)) for name in STACKS), strict=True)
         features = experts_Nk.shape[1] * count_gate_features(self)
         keep = keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x_NC, features)
@@ -68,13 +66,15 @@ class FastExperts(ExpertsModule):
         y = routed_experts(x, experts_Nk, weights_Nk, stacks, [*factors[0], *factors[1]], self.gate, keep)
         return y.to(x_NC.dtype)
 
-    def _stack(self, name: str, adapter: ExpertAdapter | None) -> tuple[Stack, Sequence[Tensor | None]]:
+    def _stack(self, name: str, wrapper: PeftStack | None) -> tuple[Stack, Sequence[Tensor | None]]:
         weight = _stack(self, name)
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         bias = getattr(self, f"{name}_bias").detach() if self.has_bias else None
-        if adapter is None:
+        if wrapper is None:
             return Stack(weight, self.is_transposed, bias, None), (None, None)
-        return Stack(weight, self.is_transposed, bias, adapter.scaling), (adapter.lora_a, adapter.lora_b)
+        (adapter,) = list_active_adapters(wrapper)
+        stack = Stack(weight, self.is_transposed, bias, wrapper.scaling[adapter])
+        return stack, (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight)
 
 
 class FastExpertsLora(PeftStack):

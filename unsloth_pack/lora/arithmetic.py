@@ -123,11 +123,6 @@ def forward_base(
     return outputs, project_to_ranks(x_NI, a_RI, layers, first_row)
 
 
-def get_low_rank(h_NR: Tensor, p: Layer) -> LowRank:
-    """Return the low-rank part of a layer's output."""
-    return LowRank(h_NR[:, p.ranks], p.b_Or, p.scaling)
-
-
 def project_to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
     """Compute h."""
     if not _has_dropout(layers):

@@ -246,14 +246,6 @@ class PeftStack(nn.Module):
     merge: Callable[..., None]
 
 
-class ExpertAdapter(NamedTuple):
-    """One adapter on a stack, in PEFT's layout: A expert by expert, B rank by rank."""
-
-    lora_a: Tensor  # `[E * r, I]`
-    lora_b: Tensor  # `[O, r * E]`
-    scaling: float  # factor on its output
-
-
 def is_experts(module: nn.Module) -> bool:
     """True for a transformers module of stacked experts with a gate."""
     if not hasattr(module, "is_transposed"):
@@ -300,12 +292,6 @@ def list_active_adapters(wrapper: PeftStack) -> list[str]:
     if wrapper.disable_adapters or wrapper.merged:
         return []
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-
-
-def get_adapter(wrapper: PeftStack) -> ExpertAdapter:
-    """Return the one adapter that a wrapper applies, if `why_adapter_not_fused` is None."""
-    (name,) = list_active_adapters(wrapper)
-    return ExpertAdapter(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
 
 
 def why_adapter_not_fused(wrapper: PeftStack) -> str | None:

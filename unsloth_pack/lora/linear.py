@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.quantised import (
-    LINEAR_4BIT_TYPES,
     LORA_4BIT_TYPES,
     Fp8Linear,
-    nf4_weight,
+    Nf4Weight,
+    is_linear_4bit,
     why_not_dequantised,
 )
 from unsloth_pack.modules import (
@@ -128,8 +128,8 @@ class FastLoraLinear(PeftLinear):
         weight: arithmetic.Weight = base.weight.detach()
         if isinstance(base, Fp8Linear):
             weight = base.rows
-        elif type(base) in LINEAR_4BIT_TYPES:
-            weight = nf4_weight(base)
+        elif is_linear_4bit(base):
+            weight = Nf4Weight(base.weight, getattr(base.weight, "quant_state", None))
         dropout = self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
         if not (dropout.training and p):
@@ -171,13 +171,13 @@ def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 def why_not_fused(layer: PeftLinear) -> str | None:
     """Explain why a LoRA layer runs through PEFT's forward; None if it is fused."""
     base = layer.base_layer
-    if type(base) not in (nn.Linear, Fp8Linear, *LINEAR_4BIT_TYPES):
+    if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
         return f"on a {type(base).__name__}"
     if is_gathered_by_module(base.weight):
         return GATHERED_BY_MODULE
     if base.weight.requires_grad:
         return "the base weight is trained"
-    if type(base) in LINEAR_4BIT_TYPES and (why := why_not_dequantised(base)):
+    if is_linear_4bit(base) and (why := why_not_dequantised(base)):
         return why
     if len(layer.active_adapters) != 1:
         return f"{len(layer.active_adapters)} active adapters"

@@ -185,7 +185,7 @@ class _Inside(NamedTuple):
     def gate_and_up(self) -> tuple[Tensor, LowRank, Tensor, LowRank]:
         """Return gate and up, each followed by its low-rank part."""
         gate, up = gate_and_up(self.outputs)
-        parts = [arithmetic.get_low_rank(self.h, p) for p in self.layers]
+        parts = [LowRank(self.h[:, p.ranks], p.b_Or, p.scaling) for p in self.layers]
         if len(parts) == 1:
             ((h_tr, b_Or, scaling),) = parts
             parts = [LowRank(h_tr, b_Fr, scaling) for b_Fr in b_Or.chunk(2)]

@@ -64,11 +64,6 @@ def is_linear_4bit(layer: nn.Module) -> bool:
     return type(layer) in LINEAR_4BIT_TYPES
 
 
-def nf4_weight(layer: Any) -> Nf4Weight:
-    """Return the weight of a `Linear4bit` for which `why_not_dequantised` is None."""
-    return Nf4Weight(layer.weight, layer.weight.quant_state)
-
-
 def why_not_dequantised(layer: Any) -> str | None:
     """Explain why the weight of a `Linear4bit` cannot be dequantised here; None if it can."""
     state = getattr(layer.weight, "quant_state", None)
