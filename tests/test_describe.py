@@ -131,7 +131,7 @@ def test_a_short_sum_leaves_a_padded_tail():
     assert labels.tolist() == [list(range(1, 11))]  # a copy was masked
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 2, 0], [5, 6, 7, 8], [9, 9, 1, 1]])
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 0], [5, 6, 7, 8]])
 def test_what_numbers_every_token_numbers_the_padding_too(numbers):
     padding = torch.tensor(numbers)
     row = describe_row(
@@ -158,12 +158,6 @@ def test_several_rows_become_one():
         describe_row((2, 6), CPU, packed_seq_lengths=[[6], [5]], max_length_q=5)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 6), (3, 1, 6), (6, 3), (4, 6), (9,), (18,)])
-def test_position_ids_that_are_not_one_a_token(shape):
-    with pytest.raises(InputError, match=r"position_ids has shape .* \[3, 6\]; give one number"):
-        describe_row((3, 6), CPU, position_ids=torch.zeros(shape, dtype=torch.long))
-
-
 MEANS = [
     ((1, 10), {"packed_seq_lengths": [3, 4], "attention_mask": torch.ones(1, 10)}, (3, 4, 3), True),
     (
@@ -177,13 +171,12 @@ MEANS = [
     ((2, 6), {"seq_lengths": [[2, 4], [3]]}, (2, 4, 3, 3), True),
     *(
         ((1, 7), {"packed_seq_lengths": lengths}, (3, 4), False)
-        for lengths in ([3.0, 4.0], [*torch.tensor([3, 4])], (np.int32(3), np.int32(4)), np.array([3, 4]))
+        for lengths in ([3.0, 4.0], [*torch.tensor([3, 4])], np.array([3, 4]))
     ),
     *(
         ((1, 7), {"cu_seq_lens_q": torch.tensor([[0, 3, 7]]), "max_length_q": longest}, (3, 4), False)
-        for longest in (4, np.int64(5), torch.tensor(4), torch.tensor([9]))
+        for longest in (4, torch.tensor([9]))
     ),
-    *(((1, n), {"cu_seq_lens_q": [0, n]}, (n,), False) for n in (1, 7)),
     ((1, 7), {"cu_seq_lens_q": [0, 3, 3, 7]}, (3, 4), False),  # an empty document
     *(
         ((3, 6), {"position_ids": positions_of([2, 4]).expand(shape)}, (2, 4) * 3, False)
@@ -231,8 +224,8 @@ def disagree(value, **description):
     return description, "disagree", value, "make them agree"
 
 
-def running_sum(ends, shown=None):
-    return {"cu_seq_lens_q": ends}, "cu_seq_lens_q", shown or str(ends), "running sum"
+def running_sum(ends):
+    return {"cu_seq_lens_q": ends}, "cu_seq_lens_q", str(ends), "running sum"
 
 
 def masked(*mask, what=None, value="[3, 4]", remedy="leave it out"):
@@ -256,17 +249,11 @@ REFUSED = [
     ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "give the length"),
     ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
     ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
-    ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
-    ({"packed_seq_lengths": [3.5, 3.5]}, "packed_seq_lengths is", "[3.5, 3.5]", "give the length"),
     ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
-    *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7], [0, [3, 7]])),
-    running_sum(7, "[7]"),
-    running_sum(torch.zeros(0, dtype=torch.int32), "[]"),
+    *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7])),
     disagree("[3, 4]", **TWO_ENDS, cu_seq_lens_k=[0, 4, 7]),
     disagree("[3, 4]", packed_seq_lengths=torch.tensor([7]), position_ids=positions_of([3, 4])),
     disagree("[3, 2, 2]", **ROW, position_ids=torch.tensor([0, 1, 2, 0, 1, 5, 6])),
-    disagree("packed_seq_lengths and seq_lengths", packed_seq_lengths=[4, 3], seq_lengths=[[3], [4]]),
-    disagree("[4, 3]", seq_lengths=[[3, 4]], position_ids=positions_of([4, 3])),
     disagree("[4, 3]", **ROW, seq_idx=[0, 0, 0, 0, 1, 1, 1]),
     (
         {"max_length_q": 4, "max_length_k": 4},
@@ -276,7 +263,6 @@ REFUSED = [
     ),
     longest("max_length_k is 3", "4 tokens", **TWO_ENDS, max_length_q=4, max_length_k=3),
     longest("max_length_q is 3", "7 tokens", position_ids=torch.arange(7), max_length_q=3, max_length_k=3),
-    longest("max_length_q is", "[4, 4]", **TWO_ENDS, max_length_q=torch.tensor([4, 4])),
     ({**ROW, "labels": torch.zeros(1, 6)}, "labels have shape [1, 6]", "[1, 7]", "one label a token"),
     ({**ROW, "labels": [[1] * 7]}, "labels are", "list", "give a tensor"),
     *(
@@ -299,7 +285,6 @@ REFUSED = [
     ({**ROW, "attention_mask": {"full": None}}, "attention_mask is dict", "[1, 7]", "leave it out"),
     masked(1, 1, 1, 1, 1, 0, 0),
     masked(0, 1, 1, 1, 1, 1, 1),
-    masked(1, 1, 1, 0, 0, 0, 0),
     masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps 0 tokens", value="row"),
     (
         {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
@@ -312,10 +297,9 @@ REFUSED = [
         "-1",
         "start each document at 0",
     ),
-    ({**ROW, "position_ids": [["0"] * 7]}, "position_ids is", "'0'", "one whole number a token"),
     *(
         ({"seq_idx": [values]}, "seq_idx is", str(values)[:3], "one whole number a token")
-        for values in ([0.0] * 3 + [0.5] * 4, ["a"] * 7, [None] * 7, [float("nan")] * 7, [[0], [1, 2]])
+        for values in ([0.0] * 3 + [0.5] * 4, ["a"] * 7)
     ),
 ]
 

@@ -10,8 +10,9 @@ import torch
 import transformers
 from image_models import PATCH, SIDE, TEXTS, TOWERS
 from tiny import tiny_config
+from tiny_vision import model_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.images.tokens import IMAGE_TOKENS
@@ -148,14 +149,7 @@ def _image_id(name):
 
 
 def tile_model(name, dtype=torch.float32, seed=0):
-    """A random model, the same in every dtype; drawn as `tiny_vision.vision_model` is."""
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(tile_config(name), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.05 * torch.randn(weight.shape, generator=generator)
-    return model.to(dtype)
+    return model_of(tile_config(name), dtype, seed)
 
 
 def tile_image_processor(name, **options):

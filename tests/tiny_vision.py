@@ -7,7 +7,6 @@ import torch
 from model_folder import byte_tokenizer
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
-from trl import SFTConfig
 
 from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.images.tokens import IMAGE_TOKENS
@@ -77,8 +76,12 @@ def vision_config(model_type="qwen3_vl", tie=False):
 
 
 def vision_model(model_type="qwen3_vl", dtype=torch.float32, seed=0):
+    return model_of(vision_config(model_type), dtype, seed)
+
+
+def model_of(config, dtype=torch.float32, seed=0):
+    """A random model, the same in every dtype."""
     torch.manual_seed(seed)
-    config = vision_config(model_type)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -113,17 +116,3 @@ def asked(*content, answer="It is red."):
         for part in content
     ]
     return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
-
-
-def sft_config(folder, **more):
-    """Of a TRL run over rows with images, on a CPU, that logs every update."""
-    return SFTConfig(
-        output_dir=str(folder),
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,
-        **more,
-    )

@@ -11,7 +11,7 @@ from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import find_model, split_config, take_file_options
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionCounts, VisionDocument, VisionEncoder
+from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionDocument, VisionEncoder
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.family import PreparedImage
 from unsloth_pack.images.packed_rows import RowWithImages
@@ -57,13 +57,11 @@ class FastVisionModel:
         """Load a patched model and its processor.
 
         Args:
-            model_name: "vision-demo" (bundled), a local folder of a model or of a saved adapter, or a hub
-                name.
+            model_name: "vision-demo" (bundled), a folder of a model or of a saved adapter, or a hub name.
             max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
             load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
             max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits saved
-                with the model or the adapter. Only for Qwen-VL: the image processors of other families have
-                limits of their own, which an error names.
+                with the model or the adapter. Only for Qwen-VL.
             kwargs: further arguments of `FastLanguageModel.from_pretrained`.
 
         Returns:
@@ -114,8 +112,8 @@ class FastVisionModel:
             finetune_vision_layers: an adapter on the tower, which is frozen by default.
             finetune_language_layers: an adapter on the language model.
             finetune_attention_modules, finetune_mlp_modules: which layers of these parts.
-            finetune_aligner: of the modules that carry image features into the language model: "full" trains
-                them whole, as `modules_to_save`, "lora" puts an adapter on them, and False freezes them.
+            finetune_aligner: of the modules between tower and language model: "full" trains them whole, as
+                `modules_to_save`, "lora" puts an adapter on them, and False freezes them.
             modules_to_save: further modules to train whole.
             r, lora_alpha, lora_dropout, bias, use_gradient_checkpointing, random_state, kwargs: as in
                 `FastLanguageModel.get_peft_model`.
@@ -154,8 +152,7 @@ class VisionDataCollator:
 
     - `input_ids`, `labels`: `[1, T]`. Labels are -100 at the first token of every document, at images and
       their markers, and at what the chat template or the answers leave out.
-    - `position_ids`: `[1, T]`, from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not patched, whose
-      further rows are positions in time, height and width.
+    - `position_ids`: `[1, T]`, from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not patched.
     - `packed_seq_lengths`: the length of every document, a list on the host.
     - `pixel_values` float32 and their description, if there is an image; see `docs/vision.md`.
     - `packed_row` for a patched model: the whole description with positions on three axes, so that nothing is
@@ -167,11 +164,10 @@ class VisionDataCollator:
         max_seq_length: tokens of the longest document, images expanded; None for no limit.
         formatting_func: turns each example into a row to train on.
         train_on_responses_only: only answers count in the loss.
-        instruction_part, response_part: how the chat template begins a question and an answer. Leave them out
-            where the template marks answers itself.
+        instruction_part, response_part: how a chat template that marks no answers begins the turns.
         image_folder: where relative paths begin; none may lead out of it.
-        overlong: for a document above `max_seq_length`: "error" refuses it, "truncate" cuts it behind its
-            last image, "drop" leaves it out, "shrink" makes its images smaller where the processor can.
+        overlong: for a longer document: "error" refuses it, "truncate" cuts it behind its last image, "drop"
+            leaves it out, "shrink" makes its images smaller where the processor can.
         skip_broken_images: leave out rows with an image that cannot be read; `counts` counts them.
         others: Unsloth's further arguments, accepted where they change nothing.
 
@@ -220,12 +216,8 @@ class VisionDataCollator:
             skip_broken=skip_broken_images,
             config=config,
         )
+        self.counts = self._encode.counts  # in a loader each worker has its own
         self._token_ids, self._skip_broken = self._encode.token_ids, skip_broken_images
-
-    @property
-    def counts(self) -> VisionCounts:
-        """Return what became of the rows; in a loader each worker has its own."""
-        return self._encode.counts
 
     def __call__(self, examples: Sequence[object]) -> dict[str, Any]:
         """Pack some examples into one row.
@@ -239,10 +231,8 @@ class VisionDataCollator:
         except InputError as error:
             raise type(error)(f"in a batch, {error}") from None
         if not documents:
-            raise InputError(
-                f"a batch of {len(rows)} rows has no document left ({self.counts}); give larger batches, or "
-                "remove the rows that do not fit before training"
-            )
+            problem = f"a batch of {len(rows)} rows has no document left ({self.counts})"
+            raise InputError(f"{problem}; give larger batches, or remove the rows that do not fit")
         make = self._make_images
         ids, labels = ([getattr(each, name) for each, _ in documents] for name in ("ids", "labels"))
         packed = RowWithImages.pack(
@@ -270,7 +260,7 @@ class VisionDataCollator:
     ) -> Iterator[tuple[VisionDocument, list[PreparedImage]]]:
         for document in documents:
             try:
-                yield document, [self._prepare(image) for image in document.images]
+                yield document, [*map(self._prepare, document.images)]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise

@@ -1,17 +1,14 @@
 """A collator of a patched model describes its rows on the host: a step reads none of it from the device."""
 
 import pickle
-from itertools import chain
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from datasets import Dataset
 from device_reads import counted_reads
 from test_tiles import ROWS
 from tiny_tiles import tile_model, tile_processor
-from tiny_vision import encoded, vision_model, vision_processor
-from transformers import Trainer, TrainingArguments
+from tiny_vision import vision_model, vision_processor
 
 from unsloth_pack import InputError, VisionDataCollator, patch_model
 
@@ -60,16 +57,6 @@ def test_nothing_that_describes_a_row_is_read_back(name):
         assert torch.equal(loss, wanted)
 
 
-@each_family
-def test_a_row_without_images_is_described_too(name):
-    model, processor = patched(name)
-    host = VisionDataCollator(model, processor)([ROWS[1], ROWS[1]])
-    wanted, _ = readers(model, VisionDataCollator(model.config, processor)([ROWS[1], ROWS[1]]))
-    loss, read = readers(model, host)
-    assert not read
-    assert torch.equal(loss, wanted)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -102,36 +89,3 @@ def test_ids_that_are_not_those_of_the_described_row_are_refused(name):
     with pytest.raises(InputError, match=r"tokens of input_ids are not what packed_row says") as caught:
         model(**batch, use_cache=False)
     assert "\n" not in str(caught.value)
-
-
-def streamed(name, folder, **options):
-    model, processor = patched(name)
-    rows = [{"messages": [{"role": "user", "content": "<image>?"}, row["messages"][1]]} for row in ROWS[:2]]
-    images = [
-        [encoded(part["image"])] for part in ROWS[2]["messages"][0]["content"] if part["type"] == "image"
-    ]
-    rows = Dataset.from_list([row | {"images": one} for row, one in zip(rows, chain(images), strict=False)])
-    args = TrainingArguments(
-        str(folder),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        remove_unused_columns=False,
-        use_cpu=True,
-        **options,
-    )
-    collator = VisionDataCollator(model, processor)
-    trainer = Trainer(model, args, train_dataset=rows.to_iterable_dataset(), data_collator=collator)
-    trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision", "mistral3"])
-def test_streamed_rows_need_whole_batches(name, tmp_path):
-    """accelerate cuts what it dispatches to as many rows as `input_ids` has."""
-    losses = streamed(name, tmp_path, accelerator_config={"dispatch_batches": False})
-    assert len(losses) == 2
-    with pytest.raises(InputError, match="pixel_values holds 1 "):
-        streamed(name, tmp_path)

@@ -44,14 +44,6 @@ def test_images_are_turned_as_their_exif_says(kind, orientation):
         assert decoded.size[::-1] == ((72, 40) if orientation > 4 else (40, 72))
 
 
-def test_an_image_of_pillow_is_turned_too():
-    opened = Image.open(io.BytesIO(with_exif("JPEG", 6)))
-    assert read_size(of(opened)) == (72, 40) == read_pixels(of(opened)).size[::-1]
-    opened = Image.open(io.BytesIO(with_exif("PNG", 6)))
-    opened.load()
-    assert read_size(of(opened)) == (72, 40) == read_pixels(of(opened)).size[::-1]
-
-
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_a_file_that_is_cut_is_refused_by_its_end(kind, monkeypatch):
     """No pixel of a whole one is decoded for that, and what has something behind it is read all the same."""
@@ -85,13 +77,6 @@ def test_sixteen_bits_become_eight():
     got = np.asarray(read_pixels(of(data)))[..., 0].astype(float)
     assert np.abs(got - wide / 257).max() <= 0.5
     assert (got.min(), got.max()) == (0, 255)
-
-
-def test_an_animation_is_its_first_frame():
-    frames = [picture(24, 40, seed).quantize(64) for seed in range(3)]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    first = Image.open(io.BytesIO(data)).convert("RGB")
-    assert read_pixels(of(data)).tobytes() == first.tobytes()
 
 
 def test_ways_to_name_an_image(tmp_path):

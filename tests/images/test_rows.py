@@ -43,19 +43,9 @@ def uri(data):
 
 FORMS = {
     "parts of Pillow": lambda place: {"messages": turns(parts(*IMAGES))},
-    "parts of bytes": lambda place: {"messages": turns(parts(*BYTES, key="bytes"))},
     "parts of paths": lambda place: {"messages": turns(parts("0.png", "1.png", key="path"))},
-    "parts of whole paths": lambda place: {"messages": turns(parts(*map(str, sorted(place.iterdir()))))},
-    "parts of file addresses": lambda place: {
-        "messages": turns(parts(*(f"file://{path}" for path in sorted(place.iterdir())), key="url"))
-    },
-    "parts of data URIs": lambda place: {"messages": turns(parts(*map(uri, BYTES)))},
     "parts of base64": lambda place: {
         "messages": turns(parts(*(base64.b64encode(data).decode() for data in BYTES), key="base64"))
-    },
-    "parts with an index and a column": lambda place: {
-        "messages": turns([{"index": n, **part} for n, part in enumerate(parts(bare=True))]),
-        "images": IMAGES,
     },
     "parts as OpenAI writes them": lambda place: {
         "messages": turns(
@@ -83,10 +73,6 @@ FORMS = {
         ],
         "image": "1.png",
         "id": "a",
-    },
-    "objects of datasets": lambda place: {
-        "messages": turns(marked()),
-        "images": [{"bytes": data, "path": None} for data in BYTES],
     },
 }
 
@@ -193,16 +179,8 @@ REFUSED = [
     ),
     *((turns([part | {"text": "x"}]), f"with 'text', {UNSEEN}") for part in (IMAGE, URL, {"type": "image"})),
     (turns([IMAGE | {"resized_height": 64}]), f"with 'resized_height', {UNSEEN}.*max_pixels"),
-    (turns([URL | {"max_pixels": 64}]), f"with 'max_pixels', {UNSEEN}.*max_pixels"),
     (turns([IMAGE | {"path": "1.png"}]), "an image under image and path, .*keep one"),
-    (turns([URL | {"base64": "x"}]), "an image under base64 and image_url, .*keep one"),
     (turns("<video> Name it"), f"the text holds <video>.*{NOT_TRAINED}"),
-    (turns([TEXT | {"text": "a <audio>"}]), f"the text holds <audio>.*{NOT_TRAINED}"),
-    (turns([{"type": "image", "base64": "no base64!"}]), "not base64.*encode the image anew"),
-    (
-        turns([{"type": "image", "source": {"data": "x"}}]),
-        "places for images in column 'messages': 1, images: 0",
-    ),
 ]
 
 
@@ -211,15 +189,6 @@ def test_parts_that_would_lose_something_are_refused(collate, given):
     messages, says = given
     with pytest.raises(InputError, match=f"'(messages|images)': .*{says}"):
         collate()([{"messages": messages}])
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], b""])
-def test_empty_keys_of_a_part_are_not_there(collate, nothing):
-    """Arrow and other tools fill them in for the keys of other parts."""
-    keys = ("image_url", "path", "url", "bytes", "base64", "max_pixels")
-    plain = collate()([{"messages": turns([TEXT, IMAGE])}])
-    filled = [TEXT | dict.fromkeys(keys, nothing), IMAGE | dict.fromkeys(("text", "value"), nothing)]
-    assert torch.equal(collate()([{"messages": turns(filled)}])["input_ids"], plain["input_ids"])
 
 
 @pytest.mark.parametrize(

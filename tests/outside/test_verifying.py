@@ -39,21 +39,6 @@ def test_packed_rows_may_not():
     assert {"logits against alone", "embedding gradients against alone"} <= failed
 
 
-def test_every_step_is_told():
-    steps = []
-    verify(plain_and_patched()[1], documents=DOCUMENTS, progress=steps.append)
-    assert [step for step in steps if step.startswith("document ")] == [
-        f"document {number} of 4 in the row and alone" for number in (1, 2, 3, 4)
-    ]
-    assert len(steps) == len({*steps}) > 7
-
-
-def test_a_terminal_shows_that_it_works(model_folder, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["verify", f"--model_name={model_folder}", "--json"]) == 0
-    assert "verifying" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_check_says_where_it_was(number, model_folder, capsys):
     calls = []

@@ -3,18 +3,15 @@
 Without a GPU, graphs are recorded and computed again, in float64.
 """
 
-import gc
 from contextlib import nullcontext
 from dataclasses import replace
 
 import image_models
-import numpy as np
 import pytest
 import torch
 from correctness.judge import Draw, holds, judge_as_few
 from image_models import (
     GRIDS,
-    IMAGE,
     MODELS,
     documents,
     images_of,
@@ -26,17 +23,14 @@ from image_models import (
     run_packed,
 )
 from recorded_graphs import record_graphs
-from tiny import DEVICE, error, tiny_model
-from torch.nn.utils.rnn import pad_sequence
+from tiny import DEVICE, error
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import backends
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.cuda_graphs.capture import CapturedShape
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
-from unsloth_pack.cuda_graphs.memory import GraphMemory
-from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedShape, StaticInputs
-from unsloth_pack.layers.decoder import add_visual
+from unsloth_pack.cuda_graphs.shapes import StaticInputs
 from unsloth_pack.layers.mixers import attention
 from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.row import PackedRow
@@ -93,13 +87,6 @@ def run(name, model, docs):
     found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     found |= {f"pixels {n}": leaf.grad for n, leaf in enumerate([*leaves, *more]) if leaf.grad is not None}
     return {"logits": logits.detach(), "loss": loss.detach(), **found}
-
-
-def adapter_in_float32(model):
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = weight.data.float()
-    return model
 
 
 def called(name, model, docs, **labels):
@@ -247,127 +234,12 @@ def test_recorded_steps_are_uncaptured_steps(name, trained, recorded, replays):
     assert_replayed_alike(pair(name, torch.float64, trained), name, replays, 1e-9)
 
 
-def test_a_padded_batch_with_images_is_captured_without_its_padding(recorded, replays):
-    models = pair("qwen3_vl", torch.float64, "all")
-    for seed in range(7):
-        docs = [doc for doc in documents("qwen3_vl", seed=seed)[seed % 2 :] if len(doc.ids) > 1]
-        ids = pad_sequence([doc.ids for doc in docs], batch_first=True)
-        labels = pad_sequence([labels_of([doc]) for doc in docs], batch_first=True, padding_value=-100)
-        mask = pad_sequence([torch.ones_like(doc.ids) for doc in docs], batch_first=True)
-        found = []
-        for model in models:
-            model.zero_grad()
-            given, leaves = images_of("qwen3_vl", model, docs, requires_grad=True)
-            types = (ids == IMAGE).int()
-            out = model(input_ids=ids, attention_mask=mask, labels=labels, mm_token_type_ids=types, **given)
-            out.loss.backward()
-            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            found.append(
-                grads | {"loss": out.loss.detach(), "pixels": torch.cat([leaf.grad for leaf in leaves])}
-            )
-        assert found[0].keys() == found[1].keys()
-        for key, value in found[1].items():
-            assert error(found[0][key], value) < 1e-9, key
-    assert replays == [68, 61, 68]
-
-
-def test_nothing_that_a_warm_up_over_images_makes_outlives_it(monkeypatch):
-    """Kept in a module or in the static row, it would lie where replays of other shapes write."""
-
-    def living():
-        gc.collect()
-        return [x for x in gc.get_objects() if torch.Tensor in type(x).__mro__]
-
-    monkeypatch.setattr(attention, "attend", by_ends)
-    decoder = patched("qwen3_vl", torch.float64, "aligner").get_decoder()
-    device = torch.device("cpu")
-    row = PackedRow.static(64, 64, 48, device, has_axes=True)
-    inputs = StaticInputs(64, EmbeddedShape(64, torch.float64, 2, True), device, GraphMemory())
-    for tables in decoder.rotary_tables.values():
-        tables.for_row(row)
-    before = living()
-    _, embeds, added = inputs.arguments()
-    hidden = decoder._packed_forward(row, None, embeds, **added).last_hidden_state
-    leaves = [*inputs.leaves, *(p for p in decoder.parameters() if p.requires_grad)]
-    torch.autograd.grad(hidden.sum(), leaves, allow_unused=True)
-    del hidden, embeds, added
-    known = set(map(id, before))
-    assert [x.shape for x in living() if id(x) not in known] == []
-
-
-def test_rows_with_blocks_that_no_kernel_reads_on_the_device_say_why(recorded, replays):
-    model = patched("gemma3", torch.float64, "aligner")
-    graphs = model.get_decoder().step_graphs
-    graphs.windows = ()
-    for parts in [[[4, (1, 1), 3], [5]]] * 4 + [[[4], [9]]] * 3:
-        run("gemma3", model, documents("gemma3", parts, seed=0))
-        if len(parts[0]) > 1:
-            assert "see each other in both directions" in graphs.why_not
-    assert replays == [13] * 4
-
-
-def test_embeddings_of_a_text_model_are_captured_with_their_gradient(recorded, replays):
-    """Evaluation between the steps neither replays anything nor drops a graph."""
-    model = tiny_model("qwen3", torch.float64)
-    patch_model(model).skip_probe()
-    decoder = model.get_decoder()
-    graphs = decoder.step_graphs
-    by_row = []
-    for number, lengths in enumerate([[20, 9], [3], [40, 1, 20], [90], [7, 8]]):
-        by_row.append(found := [])
-        for graphs.why_never in ("for comparison", None):
-            torch.manual_seed(number)
-            embeds = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
-            hidden = decoder(inputs_embeds=embeds, packed_seq_lengths=lengths).last_hidden_state
-            model.zero_grad()
-            (hidden * torch.randn_like(hidden)).sum().backward()
-            grads = [p.grad for p in decoder.parameters() if p.grad is not None]
-            found.append([hidden.detach(), embeds.grad, *grads])
-        model.eval()
-        decoder(inputs_embeds=embeds, packed_seq_lengths=lengths)
-        model.train()
-    for theirs, ours in by_row:  # only now: what a row has made outlives the next
-        assert all(error(one, other) < 1e-9 for one, other in zip(ours, theirs, strict=True))
-    assert replays == [61, 90, 15]
-    assert len(graphs._graphs) == 2
-
-
-def test_nothing_is_captured_where_nothing_trains(recorded, replays):
-    model = patched("qwen3_vl", torch.float64, "frozen tower").requires_grad_(False)
-    text, docs = documents("qwen3_vl", [[9]]), documents("qwen3_vl")
-    graphs = model.get_decoder().step_graphs
-    for _ in range(4):
-        called("qwen3_vl", model, text)
-        assert graphs.why_not == "no weight of the decoder is trained, nor its inputs"
-    for _ in range(4):  # a gradient goes on to the pixels
-        called("qwen3_vl", model, docs, labels=labels_of(docs)[None])
-    assert replays == [69, 69]
-
-
-def test_what_is_added_behind_layers_changes_no_other_token():
-    """A dense addition, as captured, to the bit that of the tokens of images alone; signed zeros stay."""
-    row = replace(PackedRow.of_lengths([5, 3], torch.device("cpu")), visual=np.array([1, 2, 6]))
-    hidden, features = torch.randn(1, 8, 4), torch.randn(3, 4)
-    hidden[0, 0, 0], hidden[0, 0, 1] = 0.0, -0.0
-    _, added = Embedded(hidden, [features]).by_token(row)
-    found = [add_visual(hidden, row, given) for given in (features, added)]
-    assert torch.equal(*(x.view(torch.int32) for x in found))
-
-
 @gpu
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_IN_FLOAT32])
 def test_captured_steps_are_uncaptured_steps(name, trained, held_up, replays):
     """Captured rows are longer, which changes only how GEMMs round."""
     assert_replayed_alike(pair(name, torch.float32, trained, "triton"), name, replays, 1e-4)
-
-
-@gpu
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "gemma3"])
-def test_captured_steps_under_autocast_are_uncaptured_steps(name, held_up, replays):
-    models = [adapter_in_float32(model) for model in pair(name, BF16, "tower")]
-    with torch.autocast("cuda", BF16):
-        assert_replayed_alike(models, name, replays, 0.03)
 
 
 @gpu

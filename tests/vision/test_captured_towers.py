@@ -3,7 +3,6 @@
 Without a GPU, graphs are recorded and computed again, in float64.
 """
 
-import copy
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
@@ -179,34 +178,6 @@ def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, rep
     assert len(replays) == 3
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_under_autocast_a_replayed_tower_is_the_uncaptured_one(name, replays):
-    models = pair(name)  # towers in float32 run on sdpa, which no graph holds
-    with torch.autocast("cuda", torch.bfloat16):
-        for seed, grids in enumerate(ROWS):
-            assert_alike(*(seen(model, grids, seed) for model in models))
-    assert len(replays) == len(ROWS) - 2
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda tower: tower.eval(), "the model is not training"),
-        (lambda tower: tower.blocks[0].register_forward_hook(lambda *_: None), "modules have hooks"),
-        (lambda tower: setattr(tower.blocks[0], "extra", nn.Dropout(0.1)), "the tower drops at random"),
-    ],
-)
-def test_what_is_not_captured_says_why(change, why, replays):
-    model = patched("qwen3_vl")
-    change(tower_of(model))
-    for seed in range(4):
-        seen(model, ROWS[0], seed)
-    assert tower_of(model).tower_graphs.why_not == why
-    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
-    assert not replays
-
-
 def test_weights_that_changed_are_read_and_other_weights_make_other_graphs(replays):
     models = pair("qwen2_5_vl")
     for seed in range(4):
@@ -235,24 +206,6 @@ def test_a_tower_under_checkpointing_is_captured_without_it(replays):
     assert tower_of(models[0]).blocks[0].gradient_checkpointing
 
 
-def test_a_capture_that_breaks_leaves_the_tower_as_it_is(replays, monkeypatch, caplog):
-    models = pair("qwen2_vl")
-    monkeypatch.setattr(GraphMemory, "after_broken_capture", lambda *_: GraphMemory())
-
-    def broken(*_):
-        raise RuntimeError("no memory\nand more")
-
-    monkeypatch.setattr(GraphMemory, "capturing", broken)
-    with caplog.at_level(logging.WARNING, "unsloth_pack"):
-        for seed in range(4):
-            assert_alike(*(seen(model, ROWS[0], seed) for model in models))
-    assert not replays
-    why = "capture failed (RuntimeError: no memory)"
-    assert tower_of(models[0]).tower_graphs.why_not == why
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("unsloth_pack")]
-    assert told == [f"the tower is not captured in CUDA graphs: {why}"]
-
-
 def test_a_graph_that_gives_other_features_is_refused(replays, monkeypatch, caplog):
     """A capture is compared with the tower itself, once."""
     models = pair("qwen3_vl")
@@ -268,17 +221,6 @@ def test_a_graph_that_gives_other_features_is_refused(replays, monkeypatch, capl
             assert_alike(*(seen(model, ROWS[0], seed) for model in models))
     assert "a replay makes other features than the tower itself" in caplog.text
     assert len(replays) == 1
-
-
-def test_copies_and_moved_towers_hold_no_graphs(replays):
-    model = patched("qwen3_vl")
-    tower = tower_of(model)
-    for seed in range(3):
-        seen(model, ROWS[0], seed)
-    assert tower.tower_graphs._graphs
-    assert not copy.deepcopy(tower.tower_graphs)._graphs
-    tower.to(torch.float16)
-    assert not tower.tower_graphs._graphs
 
 
 def test_adapters_that_are_switched_off_are_seen(replays):
@@ -315,54 +257,3 @@ def test_a_step_over_a_replayed_tower_of_batches_is_one_over_the_uncaptured_towe
     assert str(tower_of(models[0]).tower_graphs).startswith("captured for ")
     unit = "patches" if name == "mistral3" else "images"
     assert str(tower_of(models[0]).tower_graphs).endswith(unit)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "internvl"])
-def test_what_else_is_asked_of_a_tower_is_not_replayed_as_this(name, replays, no_steps):
-    ours, theirs = pair(name)
-    side = tower_of(ours).config.image_size
-    side = side[0] if isinstance(side, (list, tuple)) else side
-    draw = torch.Generator().manual_seed(0)
-    pixels = torch.randn(5, 3, side, side, generator=draw).to(DEVICE, DTYPE)
-    with torch.no_grad():
-        for given in (pixels, pixels[:5] * 2, pixels + 1, pixels[:4]):
-            made = [tower_of(model)(given).last_hidden_state for model in (ours, theirs)]
-            assert error(*(x.double() for x in made)) < max(BOUND, 1e-6)
-        assert replays == [5, 4]
-        more = [tower_of(model)(pixels, output_hidden_states=True).hidden_states for model in (ours, theirs)]
-        assert_alike(*more, max(BOUND, 1e-6))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "why"),
-    [
-        ("gemma3", lambda tower: tower.eval(), "the model is not training"),
-        ("internvl", lambda tower: tower.register_forward_hook(lambda *_: None), "modules have hooks"),
-        ("mistral3", lambda tower: setattr(tower, "extra", nn.Dropout(0.1)), "the tower drops at random"),
-        ("smolvlm", lambda tower: None, "what comes beside the pixels is read on the host"),
-    ],
-)
-def test_what_is_not_captured_of_batches_says_why(name, change, why, replays, no_steps):
-    model = pair(name)[0]
-    change(tower_of(model))
-    for seed in range(4):
-        step(name, model, documents(name, [PARTS[0]], seed))
-    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
-    assert not replays
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
-def test_a_tower_that_trains_is_not_captured(name, replays, no_steps):
-    model = pair(name, "tower")[0]
-    for seed in range(4):
-        step(name, model, documents(name, [PARTS[1]], seed))
-    assert not replays
-
-
-def test_attention_that_drops_at_random_is_never_captured(replays, no_steps):
-    model = made("gemma3", DTYPE)
-    tower_of(model).config.attention_dropout = 0.1
-    report = patch_model(model).report
-    why = "attention_dropout is 0.1" if ON_GPU else "CUDA graphs need CUDA"
-    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
-    assert "captured" not in report.fused.get("tower", "")

@@ -1,9 +1,7 @@
 """Documents with images in one packed row come out as each of them alone."""
 
 import copy
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from correctness.judge import Draw, holds, judge_as_few
@@ -160,31 +158,6 @@ def test_the_loss_of_a_document_reaches_its_own_pixels_alone(name):
         assert [bool(grad.any()) for grad in grads] == [owner == number for owner in owners]
 
 
-@each_model
-def test_a_row_of_text_alone(name):
-    model, docs = made(name, torch.float64), documents(name, [[5], [1], [9]])
-    truth = run_alone(name, model, docs)
-    patch_model(model)
-    assert error(run_packed(name, model, docs).logits, truth.logits) < 1e-6
-
-
-@each_model
-def test_undone_bit_for_bit(name):
-    model, docs = made(name, torch.float32, "all"), documents(name)
-    answers = run_packed(
-        name, model, docs, position_ids=plain_positions(name, docs)
-    )  # transformers sets hooks in it
-    before = {key: type(module) for key, module in model.named_modules()}
-    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
-    patch = patch_model(model)
-    run_packed(name, model, docs)
-    patch.undo()
-    assert {key: type(module) for key, module in model.named_modules()} == before
-    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
-    again = run_packed(name, model, docs, position_ids=plain_positions(name, docs))
-    assert torch.equal(answers.logits, again.logits)
-
-
 @pytest.mark.parametrize(
     ("name", "static"), [*((name, False) for name in MODELS), *((name, True) for name in GRIDS)]
 )
@@ -295,43 +268,6 @@ def test_axes_are_those_of_transformers(name, seed):
     assert torch.equal(axes, torch.cat(theirs, dim=1))
 
 
-def test_touching_images_lie_one_behind_the_other():
-    """transformers raises here; the second image begins where text behind the first would."""
-    is_image, grids = np.array([0, 1, 1, 1, 1, 0], bool), np.array([(1, 1, 2), (1, 2, 1)])
-    row = PackedRow.of_lengths((6,), torch.device("cpu"))
-    axes = RowImages.locate(is_image, grids.prod(axis=1), row).axes(row, grids)
-    assert axes.tolist() == [[0, 1, 1, 3, 3, 5], [0, 1, 1, 3, 4, 5], [0, 1, 2, 3, 3, 5]]
-
-
-def test_routers_get_their_auxiliary_loss():
-    """As plain transformers on the same row, with the logits and in a call that asks for the loss alone."""
-    model, docs = made("qwen3_vl_moe", torch.float64, "all"), documents(GRID)
-    given = row_of(GRID, model, docs) | {
-        "labels": labels_of(docs)[None].to(DEVICE),
-        "output_router_logits": True,
-    }
-    plain = model(**given, position_ids=text_and_axes(docs), use_cache=False)
-    patch_model(model)
-    for training in (False, True):
-        out = model.train(training)(**given, packed_seq_lengths=lengths_of(docs))
-        assert error(out.aux_loss.detach().double(), plain.aux_loss.detach().double()) < 1e-6
-        assert error(out.loss.detach().double(), plain.loss.detach().double()) < 1e-6
-
-
-def test_where_the_aligner_alone_trains_a_row_of_text_has_a_gradient_of_zero():
-    model, (doc,) = made("qwen3_vl", torch.float32, "aligner"), documents(GRID, [[7]])
-    patch_model(model)
-    given = {"input_ids": doc.ids[None].to(DEVICE), "labels": doc.ids[None].to(DEVICE)}
-    given["packed_seq_lengths"] = [7]
-    model(**given).loss.backward()
-    of_aligner = {name: p for name, p in model.named_parameters() if any(f".{a}." in name for a in ALIGNER)}
-    assert all(weight.grad is None for weight in of_aligner.values())  # the language model has some
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(name in of_aligner)
-    model(**given).loss.backward()
-    assert not any(weight.grad.any() for weight in of_aligner.values())
-
-
 # What is refused
 
 
@@ -359,13 +295,10 @@ def grids_of(docs):
 
 REFUSED = {  # what of a call differs, and what is said
     "no grids": ({"image_grid_thw": None}, "a packed row comes with images but no image_grid_thw"),
-    "no pixels": ({"pixel_values": None}, "a packed row comes with images but no pixel_values"),
     "grids of others": (
         lambda docs: {"image_grid_thw": grids_of(docs) * torch.tensor([1, 1, 2])},
         "pixel_values holds",
     ),
-    "grids of floats": (lambda docs: {"image_grid_thw": grids_of(docs).float()}, "image_grid_thw is tensor"),
-    "a grid of nothing": ({"image_grid_thw": [[1, 0, 4]]}, "image_grid_thw is [[1, 0, 4]]"),
     "an image less": (
         lambda docs: {"image_grid_thw": docs[0].grids, "pixel_values": docs[0].pixels},
         "a row holds",
@@ -375,29 +308,12 @@ REFUSED = {  # what of a call differs, and what is said
         "do not stand side by side in one document",
     ),
     "other axes": (lambda docs: {"position_ids": wrong_axes(docs)}, "leave them out, or make them agree"),
-    "axes that start late": (lambda docs: {"position_ids": late_axes(docs)}, "let every document start at 0"),
     "a document whose width starts late": (
         lambda docs: {"position_ids": late_axes(docs, axis=3, document=1)},
         "position_ids of document 1 start at [0, 0, 1]",
     ),
     "videos": (lambda docs: {"pixel_values_videos": docs[0].pixels}, "only images are packed"),
-    "embeddings": (
-        lambda docs: {"input_ids": None, "inputs_embeds": torch.zeros(1, sum(lengths_of(docs)), 64)},
-        "give input_ids",
-    ),
 }
-
-
-@each_with_grids
-def test_a_described_row_that_has_lost_its_images_is_refused(name):
-    """Where the host knows which tokens stand for images, no id has to be looked at."""
-    model, docs = patched(name), documents(name)
-    row = PackedRow.of_lengths(tuple(lengths_of(docs)), torch.device(DEVICE))
-    ids = torch.cat([doc.ids for doc in docs])
-    row = replace(row, visual=(ids == IMAGE).nonzero()[:, 0].numpy(), _built={})
-    lost = {"pixel_values": None, "image_grid_thw": None, "packed_seq_lengths": None, "packed_row": row}
-    with pytest.raises(InputError, match=r"comes without pixel_values; give the images of the row$"):
-        call(model, docs, **lost)
 
 
 @each_with_grids
@@ -411,14 +327,6 @@ def test_axes_of_several_documents_without_boundaries_are_refused(name):
     with pytest.raises(InputError, match="start over 5 times"):
         call(model, docs, **lost, attention_mask=torch.ones(axes.shape[1:], dtype=torch.int64, device=DEVICE))
     call(model, docs[2:3], packed_seq_lengths=None, position_ids=text_and_axes(docs[2:3])[1:])
-
-
-@each_with_grids
-def test_sizes_of_a_packed_row_without_boundaries_are_refused(name):
-    model, docs = patched(name), documents(name)
-    grids = [grid for doc in docs for grid in doc.grids]
-    with pytest.raises(InputError, match=r"image_grid_thw is a list, .* nothing says where documents end"):
-        call(model, docs, packed_seq_lengths=None, image_grid_thw=grids)
 
 
 @table("case", REFUSED)

@@ -328,7 +328,7 @@ class PixtralImages(ImageFamily):
 class Gemma3Images(SquareTiles):
     """Gemma 3: every image becomes one square, with the same number of tokens."""
 
-    needed = ("do_pan_and_scan", "do_resize", "size")
+    needed = ("do_pan_and_scan", "size")
     both_ways, token_types = True, TOKEN_TYPES
     shrinks = False
 
@@ -336,9 +336,8 @@ class Gemma3Images(SquareTiles):
         return Cut(whole=self._of_tile)
 
     def list_sizes(self) -> Sizes:
-        for name, needed in (("do_pan_and_scan", False), ("do_resize", True)):
-            if bool(getattr(self._processor, name)) != needed:
-                raise InputError(f"the image processor's {name} is {not needed}; set it to {needed}")
+        if self._processor.do_pan_and_scan:
+            raise InputError("the image processor's do_pan_and_scan is True; set it to False")
         return super().list_sizes()
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:

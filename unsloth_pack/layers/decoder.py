@@ -30,7 +30,6 @@ from unsloth_pack.modules import no_compile
 from unsloth_pack.packed_row.describe import (
     ROW_KEYWORDS,
     refuse_document_ids,
-    refuse_leaking_masks,
     row_from_call,
 )
 from unsloth_pack.packed_row.labels import PaddedBatch
@@ -129,7 +128,6 @@ class FastDecoder(nn.Module):
             return output if batch is None else batch.padded(output)
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         self._refuse_unreadable_masks(attention_mask)
-        refuse_leaking_masks(attention_mask, position_ids)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]
         tokens = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}

@@ -365,30 +365,3 @@ def refuse_document_ids(attention_mask: object) -> None:
             f"attention_mask holds document ids, up to {int(attention_mask.max())}, which alone do not "
             "separate documents; give packed_seq_lengths, or position_ids that restart"
         )
-
-
-def refuse_leaking_masks(masks: object, position_ids: object) -> None:
-    """Refuse masks `[B, 1, T, T]` of an ordinary batch by which a token sees one of another document.
-
-    Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
-    `position_ids` `[B, T]` start from 0 in each document; anything else passes.
-    """
-    if not isinstance(masks, dict) or not isinstance(position_ids, Tensor) or is_tracing(position_ids):
-        return
-    if position_ids.ndim != 2 or position_ids.shape[1] == 1:
-        return
-    documents = (position_ids == 0).cumsum(dim=1)
-    if int(documents.max()) <= 1:
-        return
-    is_other = documents[:, :, None] != documents[:, None, :]
-    for mask in masks.values():
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[2:] != is_other.shape[1:]:
-            continue
-        sees = mask[:, 0]
-        sees = sees & is_other & ~sees.all(dim=-1, keepdim=True)  # rows of padding, which see all or nothing
-        if sees.any():
-            row, token, other = sees.nonzero()[0].tolist()
-            raise InputError(
-                f"token {token} of row {row} would see token {other} of another document; call the model "
-                "with its head"
-            )

@@ -87,37 +87,34 @@ class RowImages:
         return axes
 
 
-def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hint: str = "") -> list[int]:
+def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray) -> list[int]:
     """Count the images of every document where markers may stand between an image's lines and tiles.
 
     Args:
         places: `[V]`, the placeholder tokens.
         sizes: `[images]`, the tokens that the tower makes of each image or tile.
-        hint: what else may be wrong, for the error.
 
     Raises:
         InputError: placeholders and image tokens differ in number, or a document ends inside an image.
     """
-    _refuse_other_count(places, sizes, hint)
+    _refuse_other_count(places, sizes)
     document_ends = np.searchsorted(places, np.cumsum(row.lengths))
     image_ends = np.concatenate([[0], np.cumsum(sizes)])
     images_before = np.searchsorted(image_ends, document_ends)
-    is_cut = image_ends[images_before] != document_ends
-    if is_cut.any():
-        document = int(np.flatnonzero(is_cut)[0])
-        image = int(images_before[document]) - 1
+    for document in np.flatnonzero(image_ends[images_before] != document_ends):
+        image = images_before[document] - 1
         raise InputError(
             f"document {document} of a row ends inside image {image}, which has {sizes[image]} tokens; check "
-            f"the boundaries, and the order of the images{hint}"
+            "the boundaries, and the number and order of the images"
         )
     return np.diff(images_before, prepend=0).tolist()
 
 
-def _refuse_other_count(places: np.ndarray, sizes: np.ndarray, hint: str = "") -> None:
+def _refuse_other_count(places: np.ndarray, sizes: np.ndarray) -> None:
     if len(places) != sizes.sum():
         raise InputError(
             f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give it "
-            f"the images of this very row, in their order{hint}"
+            "the images of this very row, in their order, and one number of images for each document"
         )
 
 

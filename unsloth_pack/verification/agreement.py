@@ -33,7 +33,6 @@ _SAMPLES = 6  # of rounding, before a larger difference fails
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 
-# What `compare` compares
 _ERRORS = ("loss", "logits", "embedding gradients", "trained gradients")
 
 
@@ -90,10 +89,7 @@ def _check_errors(name: str, errors: Sequence[float], rounded: Sequence[float], 
 def check_counting(
     subject: Subject, documents: Sequence[Tensor], collate: Collate, against_alone: Sequence[Check]
 ) -> list[Check]:
-    """Check positions, boundary labels and token counts of the trainer's collator, and the model's own loss.
-
-    The allowances of `against_alone`, which `check_alone` returned, serve the model's own loss too.
-    """
+    """Check positions, labels and counts of the collator, and with the same allowances the model's loss."""
     lengths = [len(document) for document in documents]
     ids = torch.cat(list(documents))
     labels = ids.clone()
@@ -133,10 +129,7 @@ def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
 def _check_counted_loss(
     subject: Subject, documents: Sequence[Tensor], labels: Tensor, against_alone: Sequence[Check]
 ) -> list[Check]:
-    """Check the model's own loss on the row, and its gradients, against the mean over all documents alone.
-
-    The call is as in training, where the loss may be computed without logits.
-    """
+    """Check the model's own loss on the row, called as in training, against the mean over documents alone."""
     split_labels = labels.split([len(document) for document in documents])
     count = sum(int((own[1:] != IGNORE_INDEX).sum()) for own in split_labels)
     error = gradient_error = 0.0

@@ -5,10 +5,9 @@ of exactly 0 at the input embeddings of another. A number outside a computation 
 either.
 
 In some models a neighbour changes the rounding: GEMMs of experts depend on their number of tokens, int8
-scales on all tokens. That rounding is measured between rows of an ordinary batch, where nothing can leak.
-Kernels with a varying order of sums show in two equal runs. Kernels that sum over several documents
-(`FastStateLayer`) show in a document alone with perturbed layers. The gradient at another document is exactly
-0 there too.
+scales on all tokens. That rounding is measured between rows of an ordinary batch, where nothing can leak;
+that of kernels with a varying order of sums in two equal runs; that of kernels that sum over several
+documents (`FastStateLayer`) in a document alone with perturbed layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence

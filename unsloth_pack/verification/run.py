@@ -85,10 +85,9 @@ def verify(
             long, or hold ids that the model lacks; texts without a tokenizer; a wrong `max_seq_length`.
     """
     require_whole("seed", seed, 0, LAST_SEED)
-    if max_seq_length is not None:
-        require_whole("max_seq_length", max_seq_length, 1)
     subject = Subject(model, describe)
     room = max_seq_length or getattr(model, "max_seq_length", None) or _DEFAULT_ROW
+    require_whole("max_seq_length", room, 1)
     generator = torch.Generator().manual_seed(int(seed))
     if documents is None:
         row = random_documents(_choose_lengths(subject, room), subject.vocab_size, generator)
@@ -124,7 +123,7 @@ def verify(
         model_type=subject.config.model_type,
         attn_backend=subject.attn_backend,
         dtype=str(subject.dtype).removeprefix("torch."),
-        checkpointing=subject.is_checkpointing,
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in model.modules()),
         lengths=tuple(map(len, row)),
         checks=tuple(checks),
     )
@@ -177,9 +176,6 @@ def _encode(
         if len(ids) and not 0 <= ids.min() <= ids.max() < subject.vocab_size:
             problem = f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to"
             raise InputError(f"{problem} {subject.vocab_size - 1}; give the tokenizer's of this model")
-        if subject.image_token in ids:
-            problem = f"documents hold token {subject.image_token}, which stands for images"
-            raise InputError(f"{problem}; give texts, or None: images are drawn beside them")
         encoded.append(torch.from_numpy(ids))
     lengths = [len(document) for document in encoded]
     if len(lengths) < 2 or min(lengths) == 0:

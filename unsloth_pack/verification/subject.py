@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.errors import InputError
 from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, add_row, encode_images, shape_images
@@ -71,10 +71,6 @@ class Subject(ProbeSubject):
         self.vision = vision_spec_for(model.config.model_type)
         self.image_token = None if self.vision is None else int(getattr(model.config, self.vision.token))
         self.description = describe or ("position_ids" if patch is None else "packed_seq_lengths")
-
-    @property
-    def is_checkpointing(self) -> bool:
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
 
     @cached_property
     def layers(self) -> list[nn.Module]:
@@ -132,7 +128,7 @@ class Subject(ProbeSubject):
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self.packed(documents).logits[0].split([len(document) for document in documents])
+        return self.packed(documents).logits[0].split([*map(len, documents)])
 
     def logits_alone(self, document: Tensor) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""
@@ -145,8 +141,7 @@ class Subject(ProbeSubject):
     def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
         """Return the logits `[L, V]` of a document in an ordinary batch of two, the shorter one padded.
 
-        Rows of a batch never attend to each other, nor to padding on the right: the difference to the
-        document alone is rounding. With a mask, a patched model would run the two as one packed row.
+        Without a mask, with which a patched model would run the two as one packed row.
         """
         ids = nn.utils.rnn.pad_sequence([document, neighbour], batch_first=True)
         return self.model(input_ids=self.as_text(ids).to(self.device), use_cache=False).logits[
@@ -199,10 +194,7 @@ class Subject(ProbeSubject):
 
     @contextmanager
     def _recorded_embeddings(self) -> Iterator[list[Tensor]]:
-        """Record the outputs of the input embedding, with their gradients.
-
-        A model with a hook is not captured into CUDA graphs, so this leaves no trace there.
-        """
+        """Record the outputs of the input embedding; with this hook no model is captured into graphs."""
         seen: list[Tensor] = []
 
         def record(module: nn.Module, args: object, output: Tensor) -> None:
@@ -234,8 +226,7 @@ class Pictured:
 class ImageSubject:
     """A subject that takes images: its calls on documents with some.
 
-    With positions on three axes, the description "position_ids" means those along the text, then in time,
-    height and width. A function with an argument `axes` gets the latter three, `[3, 1, T]`.
+    With positions on three axes, the description "position_ids" has those along the text, then the axes.
     """
 
     def __init__(self, subject: Subject, spec: VisionSpec):
@@ -270,7 +261,7 @@ class ImageSubject:
         if not len(document.pixels):
             return []
         model = self.subject.model
-        base = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+        base = getattr(model, "get_base_model", lambda: model)().base_model
         images = Images(add_row(self.spec, document.pixels), self._described_images([document]))
         with torch.no_grad():
             return encode_images(base, self.spec, images).sizes.tolist()
@@ -285,13 +276,7 @@ class ImageSubject:
             described = {"position_ids": torch.cat([along, self._axes(documents)])}
         else:
             described = self.subject.described(lengths, self._axes(documents))
-        try:
-            return self._run(documents, pixels, described)[0].split(lengths)
-        except InputError:
-            raise
-        except ValueError as error:
-            problem = f"the model takes no row of images that is described so: {first_line(error)}"
-            raise InputError(f"{problem}; describe it as the model asks") from error
+        return self._run(documents, pixels, described)[0].split(lengths)
 
     def logits_alone(self, document: Pictured) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""

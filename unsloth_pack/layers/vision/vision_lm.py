@@ -115,13 +115,7 @@ def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
             out = tower(pixels, grid_thw=torch.from_numpy(grids), return_dict=True)
         by_layer = [] if spec.deepstack is None else out.deepstack_features
         return Features(out.pooler_output, grids.prod(axis=1) // merge**2, by_layer)
-    try:
-        out = base.get_image_features(pixels, **images.arguments, return_dict=True)
-    except RuntimeError as error:
-        if "split_sizes" not in str(error):
-            raise
-        problem = f"{PIXELS} holds {len(pixels)} tiles, images of the given sizes have others"
-        raise InputError(f"{problem}; give those of the same images, whole") from error
+    out = base.get_image_features(pixels, **images.arguments, return_dict=True)
     parts = out.pooler_output
     if spec.alike:  # one tensor for all images, or for those of a row
         by_token = torch.cat([part.flatten(0, -2) for part in parts])
@@ -135,8 +129,7 @@ def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
 def needs_dummy_image(model: Any, spec: VisionSpec) -> bool:
     """Return whether a row of text alone has to run through a model's tower and aligner as well.
 
-    Other processes wait for the gradients of what trains there, and for parts of sharded weights. And where
-    nothing else trains, the loss would have no gradient.
+    Other processes may wait for gradients or sharded weights there; or nothing else trains.
     """
     if not torch.is_grad_enabled():
         return False
@@ -158,9 +151,8 @@ def shape_images(
     """Return the shape of `pixel_values` that a model takes, without rows, and what describes the images.
 
     Args:
-        sizes: tokens of every image in height and width, where images have a size of their own.
-        largest: tokens in height and width to which such images are padded.
-        n_tiles: of every image, where images are cut into tiles.
+        sizes: tokens of every image in height and width, if free; `largest`: to which such are padded.
+        n_tiles: of every image, if it is cut.
     """
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
@@ -210,7 +202,8 @@ class FastVisionLM(FastCausalLM):
     def _take_images(self, call: ForwardCall) -> None:
         """Find the images of a row, and describe its tokens by them."""
         call.rest.pop(MODALITIES, None)  # here images are found by their tokens
-        types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
+        if self.vision_spec.both_ways:
+            call.rest.pop(TOKEN_TYPES, None)
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is None:
             if call.row is not None:
@@ -219,7 +212,7 @@ class FastVisionLM(FastCausalLM):
                 call.images = make_dummy_image(self.vision_spec, self.config)
                 call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
         else:
-            call.describe(self._describe(call, call.images, types))
+            call.describe(self._describe(call, call.images))
 
     def _refuse_lost_images(self, call: ForwardCall, row: PackedRow) -> None:
         """Refuse a packed row without pixels that has image tokens."""
@@ -257,7 +250,7 @@ class FastVisionLM(FastCausalLM):
         message = "position_ids in time, height and width start over {} times inside a row, and " + _ENDS
         call.checks += DeferredCheck.start(torch.count_nonzero(starts_over), message)
 
-    def _describe(self, call: ForwardCall, images: Images, types: object) -> PackedRow:
+    def _describe(self, call: ForwardCall, images: Images) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
@@ -268,7 +261,7 @@ class FastVisionLM(FastCausalLM):
             is_other[row.visual_ids] ^= True
             call.checks += DeferredCheck.start(is_other.sum(), _OTHER_IDS)
         else:
-            is_placeholder = self._find_placeholders(ids, types)
+            is_placeholder = self._find_placeholders(ids)
             if isinstance(call.described, PaddedBatch):
                 is_placeholder = is_placeholder[call.described.places]
         if spec.grid is None:
@@ -290,18 +283,9 @@ class FastVisionLM(FastCausalLM):
             )
         return described if row.visual is None else row
 
-    def _find_placeholders(self, ids: Tensor, types: object) -> np.ndarray:
-        """Return `[B * T]` bool: tokens that stand for images, where `types` are 1. Waits for the device."""
-        is_placeholder = ids == getattr(self.config, self.vision_spec.token)
-        if types is None:
-            return is_placeholder.cpu().numpy().reshape(-1)
-        if not isinstance(types, Tensor) or types.shape != ids.shape:
-            raise InputError(f"{TOKEN_TYPES} is no tensor of one number a token; leave it out")
-        both = torch.stack([is_placeholder, types.to(ids.device) == 1]).cpu().numpy().reshape(2, -1)
-        if len(differ := np.flatnonzero(both[0] != both[1])):
-            problem = f"{TOKEN_TYPES} of token {differ[0]} does not fit its id"
-            raise InputError(f"{problem}; leave them out, or give 1 for image tokens alone")
-        return both[0]
+    def _find_placeholders(self, ids: Tensor) -> np.ndarray:
+        """Return `[B * T]` bool: tokens that stand for images. Waits for the device."""
+        return (ids == getattr(self.config, self.vision_spec.token)).cpu().numpy().reshape(-1)
 
     def run_decoder(self, call: ForwardCall) -> Any:
         if call.images is not None:
@@ -331,12 +315,10 @@ class FastVisionLM(FastCausalLM):
 
     def _refuse_other_images(self, row: PackedRow, images: Images, sizes: np.ndarray) -> None:
         """Refuse encoded images that do not match the placeholder tokens of a row."""
+        assert row.visual is not None
+        by_document = images_by_document(row, row.visual, sizes)
         name = self.vision_spec.of_documents
         counts = images.arguments.get(name or "")
-        hint = "; an image of zeros counts as padding" if self.vision_spec.drops_zeros else ""
-        hint = hint if name is None else f"; {name} is {counts}, the number of images of every document"
-        assert row.visual is not None
-        by_document = images_by_document(row, row.visual, sizes, hint)
         if counts is not None and [n for n in counts if n] != [n for n in by_document if n]:
             raise InputError(
                 f"{name} is {counts}, the documents of the row hold {by_document}; give one number a "
