@@ -40,10 +40,9 @@ class ReadyBatches:
         """Encode all documents, and decode every file once."""
         from unsloth_pack.images.encoding import VisionEncoder
         from unsloth_pack.images.families import make_image_family
-        from unsloth_pack.images.tokens import get_image_tokens
 
         make = make_image_family(config, processor.image_processor)
-        encode = VisionEncoder(processor.tokenizer, get_image_tokens(config), make, config=config)
+        encode = VisionEncoder(processor.tokenizer, config, make)
         read = file_reader(make)
         return cls(
             [
@@ -172,7 +171,7 @@ def decoded_batches(
     peer: str, updates: Sequence[Sequence[Document]], model: Any, config: Any, processor: Any
 ) -> DecodedBatches:
     """Batches by what the peer's users make them of conversations with."""
-    from unsloth_pack.images.tokens import ImageTokenIds, get_image_tokens
+    from unsloth_pack.images.tokens import ImageTokenIds
 
     if peer == "ours":
         from unsloth_pack import VisionDataCollator
@@ -189,6 +188,4 @@ def decoded_batches(
     for documents in updates:  # the files are written now, not by the processes of the loader
         for document in documents:
             document.jpegs()
-    return DecodedBatches(
-        updates, collate, peer, ImageTokenIds(get_image_tokens(config), processor.tokenizer)
-    )
+    return DecodedBatches(updates, collate, peer, ImageTokenIds(config, processor.tokenizer))

@@ -23,7 +23,7 @@ from unsloth_pack.images.processor import (
     load_image_processor,
 )
 from unsloth_pack.images.reading import UnreadableImage
-from unsloth_pack.images.tokens import ImageTokenIds, get_image_tokens
+from unsloth_pack.images.tokens import ImageTokenIds
 from unsloth_pack.layers.vision.vision_lm import PIXELS, FastVisionLM
 from unsloth_pack.lora.trained_parts import Aligner, TrainedParts, vision_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode
@@ -75,14 +75,13 @@ class FastVisionModel:
         names = ("token", "revision", "trust_remote_code")
         files = {name: kwargs[name] for name in names if name in kwargs} | take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
-        tokens = get_image_tokens(config)
         image_source = find_processor_folder(model_name)
         image_processor = load_image_processor(image_source, config, max_pixels, min_pixels, **files)
         quantised: dict[str, Any] = {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name, max_seq_length, dtype, full_finetuning=full_finetuning, **quantised, **kwargs
         )
-        ImageTokenIds(tokens, tokenizer, config)
+        ImageTokenIds(config, tokenizer)  # refuses another tokenizer
         return model, build_processor(image_source, image_processor, tokenizer, config, **files)
 
     @staticmethod
@@ -200,21 +199,19 @@ class VisionDataCollator:
                 raise InputError(f"{problem}; give what FastVisionModel.from_pretrained returns")
         config, tokenizer = getattr(model, "config", model), processor.tokenizer
         self._make_images = make_image_family(config, processor.image_processor)
-        relabel = None
-        if train_on_responses_only:
-            relabel = find_relabel(tokenizer, instruction_part, response_part)
+        parts = instruction_part, response_part
+        relabel = find_relabel(tokenizer, *parts) if train_on_responses_only else None
         self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,
-            get_image_tokens(config),
+            config,
             self._make_images,
             max_length=max_seq_length,
             overlong=overlong,
             image_folder=image_folder,
-            responses_only=train_on_responses_only and relabel is None,
+            responses_only=train_on_responses_only,
             relabel=relabel,
             skip_broken=skip_broken_images,
-            config=config,
         )
         self.counts = self._encode.counts  # in a loader each worker has its own
         self._token_ids, self._skip_broken = self._encode.token_ids, skip_broken_images
@@ -260,11 +257,14 @@ class VisionDataCollator:
     ) -> Iterator[tuple[VisionDocument, list[PreparedImage]]]:
         for document in documents:
             try:
-                yield document, [*map(self._prepare, document.images)]
+                images = [*map(self._prepare, document.images)]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise
-                self._encode.forget(document)
+                self.counts.broken += 1
+            else:
+                self._encode.count(document)
+                yield document, images
 
     def _prepare(self, image: PlacedImage) -> PreparedImage:
         size = (image.height, image.width)

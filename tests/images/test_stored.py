@@ -7,7 +7,6 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.prepared import source_from_record, stored
-from unsloth_pack.images.tokens import get_image_tokens
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 
 ONE, OTHER = (encoded(picture(64, 64, seed), "BMP") for seed in (0, 1))  # of one size
@@ -18,7 +17,7 @@ def packed():
     """A packed row of one document, and what makes batches of it."""
     config, processor = vision_config(), vision_processor()
     make = make_image_family(config, processor.image_processor)
-    encode = VisionEncoder(processor.tokenizer, get_image_tokens(config), make, config=config)
+    encode = VisionEncoder(processor.tokenizer, config, make)
     (document,) = encode([asked(ONE)])
     images = [{"path": None, **stored(image, None)} for image in document.images]
     row = {"input_ids": document.ids, "labels": document.labels, COLUMN: images}

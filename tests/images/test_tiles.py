@@ -72,7 +72,7 @@ def test_ids_and_pixels_equal_those_of_transformers(name):
 def test_tokens_from_the_header_are_those_of_transformers(name):
     oracle, config = theirs(name), tile_config(name)
     has_edge = "longest_edge" in oracle.image_processor.size
-    ids = ImageTokenIds(IMAGE_TOKENS[name], oracle.tokenizer, config)
+    ids = ImageTokenIds(config, oracle.tokenizer)
     sides = st.integers(1, 90)
 
     @settings(deadline=None, max_examples=40, derandomize=True)

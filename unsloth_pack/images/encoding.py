@@ -19,7 +19,7 @@ from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
-from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
+from unsloth_pack.images.tokens import Cut, ImageTokenIds, get_image_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -112,12 +112,13 @@ class VisionEncoder:
 
     Args:
         tokenizer: with a chat template that writes one placeholder for an image.
+        config: of the model.
         make_images: counts the tokens of images; see `make_image_family`.
         max_length: tokens of the longest document, with images; None for no limit.
         overlong: for a longer document: "error" refuses it, "truncate" cuts it after its last image, or
             refuses it if that is not enough, "drop" drops it, and "shrink" shrinks its images.
         image_folder: the root of relative paths.
-        responses_only: only assistant turns count in the loss, as the chat template marks them.
+        responses_only: only assistant turns count in the loss, as `relabel` or the chat template marks them.
         relabel: replaces labels, for example to learn answers after a marker.
         skip_broken: skip rows with an unreadable image.
         skip_overlong: return a document without tokens in place of a refused one, so that it can be counted.
@@ -126,7 +127,7 @@ class VisionEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tokens: ImageTokens,
+        config: PretrainedConfig,
         make_images: ImageFamily,
         *,
         max_length: int | None = None,
@@ -136,7 +137,6 @@ class VisionEncoder:
         relabel: Relabel | None = None,
         skip_broken: bool = False,
         skip_overlong: bool = False,
-        config: PretrainedConfig | None = None,
     ):
         if overlong not in get_args(Overlong):
             raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
@@ -149,24 +149,23 @@ class VisionEncoder:
             raise InputError(f"image_folder is {str(image_folder)!r}, which is no folder; correct it")
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
-        self.token_ids = ImageTokenIds(tokens, tokenizer, config)
+        self._tokenizer, self._tokens, self._make_images = tokenizer, get_image_tokens(config), make_images
+        self.token_ids = ImageTokenIds(config, tokenizer)
         self.counts = VisionCounts()
-        self._tokenizer, self._tokens, self._make_images = tokenizer, tokens, make_images
         self._max_length, self._overlong, self._skip_overlong = max_length, overlong, skip_overlong
-        self._skip_broken, self._relabel, self._responses_only = skip_broken, relabel, responses_only
+        self._skip_broken, self._relabel = skip_broken, relabel
+        self._responses_only = responses_only and relabel is None
         self._folder = None if image_folder is None else Path(image_folder)
-        self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
-        if relabel is not None:
-            self._learned = {"assistant": True}
+        learned = {role: role == "assistant" or not responses_only for role in ROLES}
+        self._learned = learned if relabel is None else {"assistant": True}
         self._renders_strings = renders_strings(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
     def __call__(self, rows: Sequence[object]) -> list[VisionDocument]:
-        """Encode some rows; skipped ones are counted."""
+        """Encode some rows; skipped ones are counted, and the others by `count` once they are decoded."""
         documents = []
         for document in self.each(rows, range(len(rows))):
             if document is not None and document.is_learnable:
-                self._count(document)
                 documents.append(document)
             elif document is not None:
                 self.counts.unlearnable += 1
@@ -199,16 +198,12 @@ class VisionEncoder:
             return None
         return self._fit(parsed, *self._encode(parsed), images)
 
-    def forget(self, document: VisionDocument) -> None:
-        """Count a document as skipped: one of its images turned out to be broken after its header."""
-        self._count(document, -1)
-        self.counts.broken += 1
-
-    def _count(self, document: VisionDocument, times: int = 1) -> None:
-        self.counts.documents += times
-        self.counts.tokens += times * len(document.ids)
-        self.counts.images += times * len(document.images)
-        self.counts.vision_tokens += times * _count_tokens(document.images)
+    def count(self, document: VisionDocument) -> None:
+        """Count a document and its images."""
+        self.counts.documents += 1
+        self.counts.tokens += len(document.ids)
+        self.counts.images += len(document.images)
+        self.counts.vision_tokens += _count_tokens(document.images)
 
     def _place(
         self, source: ImageSource, size: tuple[int, int], of_document: int, most: int | None = None

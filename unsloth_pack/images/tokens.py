@@ -152,10 +152,8 @@ def get_image_tokens(config: PretrainedConfig) -> ImageTokens:
 class ImageTokenIds:
     """A family's image tokens in one tokenizer."""
 
-    def __init__(
-        self, tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig | None = None
-    ):
-        vocabulary = tokenizer.get_vocab()
+    def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase):
+        vocabulary, tokens = tokenizer.get_vocab(), get_image_tokens(config)
         around = [text for text in (tokens.start, tokens.end) if text]
         for text in (tokens.placeholder, *around, *tokens.writing.marks):
             if text not in vocabulary:

@@ -205,14 +205,11 @@ def _read_whole(name: str, values: object, remedy: str) -> np.ndarray:
     """Return whole numbers, int64; refuse all else, and lists of several depths."""
     try:
         array = np.asarray(values)
-        with np.errstate(invalid="ignore"):
-            numbers = array.astype(np.int64)
-        is_whole = array.dtype.kind in "iuf" and bool((numbers == array).all())
-    except (TypeError, ValueError, OverflowError):
-        is_whole = False
-    if not is_whole:
+    except ValueError:
+        array = np.array(None)
+    if array.size and array.dtype.kind not in "iu":
         raise InputError(f"{name} is {reprlib.repr(values)}; {remedy}")
-    return numbers
+    return array.astype(np.int64)
 
 
 def _broadcast_per_token(name: str, values: object, shape: tuple[int, int]) -> np.ndarray:
@@ -236,7 +233,7 @@ def _read_documents(name: str, values: Any, shape: tuple[int, int], has_mask: bo
             shape[0] != 1
             or not cu.size
             or cu[0] != 0
-            or (np.diff(cu) < 0).any()
+            or (cu[1:] < cu[:-1]).any()
             or not 0 < cu[-1] <= shape[1]
         ):
             raise InputError(f"{name} is {cu[:8].tolist()} for {list(shape)} tokens; {remedy}")
@@ -252,7 +249,7 @@ def _read_documents(name: str, values: Any, shape: tuple[int, int], has_mask: bo
     if len(rows) != shape[0]:
         raise InputError(f"{name} describes {len(rows)} rows of {shape[0]}; give one list a row")
     for number, row in enumerate(rows):
-        if row.ndim != 1 or (row < 0).any() or row.sum() > shape[1]:
+        if row.ndim != 1 or (row < 0).any() or sum(row.tolist()) > shape[1]:
             what = f"{name} of row {number} are {row.reshape(-1)[:8].tolist()}, of {shape[1]} tokens"
             raise InputError(f"{what}; {remedy}")
     if not any(map(np.any, rows)):

@@ -41,7 +41,7 @@ from unsloth_pack.images.processor import (
     load_image_processor,
 )
 from unsloth_pack.images.reading import UnreadableImage
-from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, get_image_tokens
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds
 from unsloth_pack.packing import PackedImages, PackManifest
 from unsloth_pack.training.image_rows import ImageRowCollator
 
@@ -72,14 +72,13 @@ class ImagePreparation:
     Args:
         config: of the model.
         processor: its processor, with the limits that the options set.
-        tokens, token_ids: that stand for images.
+        token_ids: that stand for images.
         options: how images are prepared.
         keep_bytes: documents hold the content of image files, instead of their paths.
     """
 
     config: PretrainedConfig
     processor: VisionProcessor
-    tokens: ImageTokens
     token_ids: ImageTokenIds
     options: ImageOptions
     keep_bytes: bool = False
@@ -129,16 +128,15 @@ class ImagePreparation:
         relabel = find_relabel(tokenizer) if responses_only else None
         return VisionEncoder(
             tokenizer,
-            self.tokens,
+            self.config,
             self.make_images,
             max_length=max_length,
             overlong="shrink" if self.options.shrink_images else "truncate",
             image_folder=self.folder,
-            responses_only=responses_only and relabel is None,
+            responses_only=responses_only,
             relabel=relabel,
             skip_broken=self.options.skip_broken_images,
             skip_overlong=True,
-            config=self.config,
         )
 
     def _settings(self, max_length: int, responses_only: bool) -> list[Any] | None:
@@ -223,7 +221,7 @@ def image_ids_of(model_name: str, tokenizer: PreTrainedTokenizerBase) -> ImageTo
     config = load_config(find_model(model_name)[0])
     if config.model_type not in IMAGE_TOKENS:
         return None
-    return ImageTokenIds(get_image_tokens(config), tokenizer, config)
+    return ImageTokenIds(config, tokenizer)
 
 
 def takes_images(model_name: str) -> bool:
@@ -278,13 +276,12 @@ def preparation_of(
     keep_bytes: bool = False,
 ) -> ImagePreparation:
     """How the images of a model are prepared, by the processor in the folder or of the name `source`."""
-    tokens = get_image_tokens(config)
     image_processor = load_image_processor(
         source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
     )
-    token_ids = ImageTokenIds(tokens, tokenizer, config)
+    token_ids = ImageTokenIds(config, tokenizer)
     processor = build_processor(source, image_processor, tokenizer, config)
-    return ImagePreparation(config, processor, tokens, token_ids, options, keep_bytes)
+    return ImagePreparation(config, processor, token_ids, options, keep_bytes)
 
 
 def preparation_of_packs(
