@@ -123,22 +123,6 @@ def test_a_model_without_an_adapter_passes(caplog):
     assert "trained gradients against alone" not in [check.name for check in report.checks]
 
 
-SHORT = pytest.mark.parametrize(("lengths", "seed"), [([4, 3], 0), ([2, 1], 1), ([1, 1], 2), ([2, 4], 4)])
-
-
-def short_documents(lengths, seed):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]
-
-
-@pytest.mark.parametrize("arch", ["qwen3_moe", "olmoe"])
-@SHORT
-def test_experts_round_short_rows_otherwise_and_that_is_no_leak(arch, lengths, seed):
-    """The GEMM of an expert that gets one token is another than that of one that gets two."""
-    report = verify(patched(arch), documents=short_documents(lengths, seed), seed=seed)
-    assert report.passed, str(report)
-
-
 def test_sums_in_another_order_every_time_are_no_leak():
     """As in the backward pass of FlashAttention, which adds up dQ as its blocks finish."""
     model = patched()

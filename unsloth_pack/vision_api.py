@@ -11,7 +11,7 @@ from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.chat_templates.answers import find_relabel
 from unsloth_pack.checkpoints.loading import find_model, split_config, take_file_options
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionDocument, VisionEncoder
+from unsloth_pack.images.encoding import Overlong, VisionDocument, VisionEncoder
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.family import PreparedImage
 from unsloth_pack.images.packed_rows import RowWithImages
@@ -77,10 +77,9 @@ class FastVisionModel:
         config, _ = split_config(source, **files)
         image_source = find_processor_folder(model_name)
         image_processor = load_image_processor(image_source, config, max_pixels, min_pixels, **files)
-        quantised: dict[str, Any] = {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            model_name, max_seq_length, dtype, full_finetuning=full_finetuning, **quantised, **kwargs
-        )
+        kwargs |= {"load_in_4bit": load_in_4bit, "load_in_8bit": load_in_8bit}
+        kwargs["full_finetuning"] = full_finetuning
+        model, tokenizer = FastLanguageModel.from_pretrained(model_name, max_seq_length, dtype, **kwargs)
         ImageTokenIds(config, tokenizer)  # refuses another tokenizer
         return model, build_processor(image_source, image_processor, tokenizer, config, **files)
 
@@ -106,8 +105,8 @@ class FastVisionModel:
 
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
-            target_modules: None or "all-linear" for the layers of the chosen parts. A pattern of whole paths
-                chooses layers itself; of the flags then only `finetune_aligner` counts.
+            target_modules: None or "all-linear" for the layers of the chosen parts; or a pattern of whole
+                paths, with which only `finetune_aligner` counts of the flags.
             finetune_vision_layers: an adapter on the tower, which is frozen by default.
             finetune_language_layers: an adapter on the language model.
             finetune_attention_modules, finetune_mlp_modules: which layers of these parts.
@@ -150,12 +149,12 @@ class VisionDataCollator:
     The batch holds, T tokens long:
 
     - `input_ids`, `labels`: `[1, T]`. Labels are -100 at the first token of every document, at images and
-      their markers, and at what the chat template or the answers leave out.
+      their markers, and at what is not learned.
     - `position_ids`: `[1, T]`, from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not patched.
     - `packed_seq_lengths`: the length of every document, a list on the host.
     - `pixel_values` float32 and their description, if there is an image; see `docs/vision.md`.
-    - `packed_row` for a patched model: the whole description with positions on three axes, so that nothing is
-      read back from a GPU; the description of images is then lists. Make a new collator after `undo()`.
+    - `packed_row` for a patched model: the whole description, so that nothing is read back from a GPU; that
+      of images is then lists. Make a new collator after `undo()`.
 
     Args:
         model: of the batches, patched already if it is to be; its configuration is read.
@@ -199,9 +198,11 @@ class VisionDataCollator:
                 raise InputError(f"{problem}; give what FastVisionModel.from_pretrained returns")
         config, tokenizer = getattr(model, "config", model), processor.tokenizer
         self._make_images = make_image_family(config, processor.image_processor)
-        parts = instruction_part, response_part
-        relabel = find_relabel(tokenizer, *parts) if train_on_responses_only else None
-        self._format, self._is_patched = formatting_func, _is_patched(model)
+        relabel = None
+        if train_on_responses_only:
+            relabel = find_relabel(tokenizer, instruction_part, response_part)
+        self._format, parts = formatting_func, model.modules() if isinstance(model, nn.Module) else ()
+        self._is_patched = any(isinstance(part, FastVisionLM) for part in parts)
         self._encode = VisionEncoder(
             tokenizer,
             config,
@@ -257,7 +258,10 @@ class VisionDataCollator:
     ) -> Iterator[tuple[VisionDocument, list[PreparedImage]]]:
         for document in documents:
             try:
-                images = [*map(self._prepare, document.images)]
+                images = [
+                    decoded(self._make_images, i.source, (i.height, i.width), i.most_pixels, i.of_document)
+                    for i in document.images
+                ]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise
@@ -266,13 +270,5 @@ class VisionDataCollator:
                 self._encode.count(document)
                 yield document, images
 
-    def _prepare(self, image: PlacedImage) -> PreparedImage:
-        size = (image.height, image.width)
-        return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
-
 
 UnslothVisionDataCollator = VisionDataCollator  # the name in Unsloth's notebooks
-
-
-def _is_patched(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())

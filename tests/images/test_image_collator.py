@@ -215,13 +215,6 @@ def test_an_image_that_cannot_be_used_is_broken(image, says, collate, tmp_path):
         collate(image_folder=tmp_path)(rows)
 
 
-@pytest.mark.parametrize("image", ["https://example.com/a.png", None, "a.png"])
-def test_data_that_is_wrong_in_itself_is_not_skipped(image, collate):
-    with pytest.raises(InputError) as raised:
-        collate(skip_broken_images=True)([asked("text"), {**asked("<image>"), "images": [image]}])
-    assert not isinstance(raised.value, UnreadableImage)
-
-
 def test_unsloths_arguments(collate, processor):
     assert UnslothVisionDataCollator is VisionDataCollator
     made = collate(formatting_func=lambda example: example["row"])

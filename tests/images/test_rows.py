@@ -140,22 +140,6 @@ def test_as_many_images_as_places(images, told, collate):
         collate()([{"messages": turns(marked()), "images": images}])
 
 
-def test_several_turns_a_system_and_a_tool(collate):
-    row = {
-        "system": "Be brief.",
-        "messages": [
-            {"role": "user", "content": "<image>"},
-            {"role": "assistant", "content": "red"},
-            {"role": "user", "content": "and <image>"},
-            {"role": "assistant", "content": "blue"},
-        ],
-        "images": IMAGES,
-    }
-    batch = collate(train_on_responses_only=True)([row])
-    assert len(batch["image_grid_thw"]) == 2
-    assert (batch["labels"] != -100).sum() == len("red") + len("blue") + 2
-
-
 def test_a_template_that_writes_no_images_is_refused():
     from tiny_vision import vision_model, vision_processor
 

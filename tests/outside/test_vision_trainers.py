@@ -82,17 +82,6 @@ def test_rows_of_paths_in_a_data_set_and_workers(folder, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_patched_model_trains_as_transformers_own(folder, tmp_path):
-    """From loading to a merged model that answers."""
-    data, losses = datasets.Dataset.from_list(rows()), []
-    patched, _ = FastVisionModel.from_pretrained(folder, 512, "float32", full_finetuning=True)
-    for number, model in enumerate((None, patched)):
-        trainer = trainer_of(folder, tmp_path / str(number), data, "processor", model, seed=1)
-        trainer.train()
-        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
 @pytest.mark.parametrize("aligner", ["full", "lora", False])
 def test_from_loading_to_a_merged_model_that_answers(folder, tmp_path, aligner):
     model, processor = FastVisionModel.from_pretrained(folder, max_seq_length=512, dtype="float32")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from image_models import IMAGE, documents, images_of, made, row_of, run_alone, run_packed
+from image_models import IMAGE, documents, made, row_of, run_alone, run_packed
 from tiny import DEVICE, error
 
 from unsloth_pack import patch_model
@@ -112,41 +112,3 @@ def test_a_placeholder_may_have_no_embedding():
         patch_model(model)
         ours = model(**row, packed_seq_lengths=[len(docs[1].ids)]).logits
     assert error(ours, plain) < 1e-6
-
-
-@pytest.mark.parametrize("is_marked", [True, False], ids=["token_type_ids", "none"])
-def test_an_ordinary_batch_means_what_it_means_to_transformers(is_marked):
-    """Without token types its images are causal there; such a batch keeps its padding."""
-    docs = documents(GEMMA, [[3, (1, 1), 2], [1, (1, 1), 4]])
-    ids = torch.zeros(2, 10, dtype=torch.int64)
-    for number, doc in enumerate(docs):
-        ids[number, : len(doc.ids)] = doc.ids
-    mask = (ids != 0).long()
-    model = made(GEMMA).eval()
-    batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    batch = {name: x.to(DEVICE) if name != "use_cache" else x for name, x in batch.items()}
-    batch |= {"pixel_values": images_of(GEMMA, model, docs)[0]["pixel_values"]}
-    if is_marked:
-        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).int()
-    with torch.no_grad():
-        plain = model(**batch).logits
-        patch_model(model)
-        ours = model(**batch).logits
-    assert error(ours[mask == 1], plain[mask == 1]) < 1e-5
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
-def test_generates_what_plain_generates_with_any_cache(cache):
-    """A batch of two prompts, one of them padded."""
-    model = made(GEMMA).eval()
-    docs = documents(GEMMA, [[3, (1, 1), 2, (1, 1), 4], [2, (1, 1), 1]], seed=5)
-    longest = max(len(doc.ids) for doc in docs)
-    ids = torch.stack([torch.nn.functional.pad(doc.ids, (longest - len(doc.ids), 0)) for doc in docs])
-    given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "token_type_ids": (ids == IMAGE).int()}
-    given = {name: x.to(DEVICE) for name, x in given.items()}
-    given |= {"pixel_values": images_of(GEMMA, model, docs)[0]["pixel_values"]}
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, use_cache=cache != "none")
-    options |= dict(cache_implementation="static") if cache == "static" else {}
-    plain = model.generate(**given, **options)
-    patch_model(model)
-    assert torch.equal(model.generate(**given, **options), plain)

@@ -194,18 +194,6 @@ def test_weights_that_changed_are_read_and_other_weights_make_other_graphs(repla
     assert len(replays) == 4  # captured anew at once: all kernels are compiled
 
 
-def test_a_tower_under_checkpointing_is_captured_without_it(replays):
-    """A checkpoint reads the generator of random numbers, which a capture forbids."""
-    models = pair("qwen3_vl")
-    for model in models:
-        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    assert tower_of(models[0]).blocks[0].gradient_checkpointing
-    for seed in range(4):
-        assert_alike(*(seen(model, ROWS[0], seed) for model in models))
-    assert len(replays) == 2
-    assert tower_of(models[0]).blocks[0].gradient_checkpointing
-
-
 def test_a_graph_that_gives_other_features_is_refused(replays, monkeypatch, caplog):
     """A capture is compared with the tower itself, once."""
     models = pair("qwen3_vl")

@@ -82,26 +82,17 @@ class VisionDocument:
 
 @dataclass
 class VisionCounts:
-    """Counts of the rows in this process.
-
-    Args:
-        documents, tokens, images, vision_tokens: encoded.
-        truncated: documents cut after their last image.
-        shrunk: documents whose images were shrunk to fit.
-        dropped: documents that did not fit.
-        broken: rows with an unreadable image.
-        unlearnable: rows without a token in the loss.
-    """
+    """Counts of the rows in this process."""
 
     documents: int = 0
     tokens: int = 0
     images: int = 0
     vision_tokens: int = 0
-    truncated: int = 0
-    shrunk: int = 0
-    dropped: int = 0
-    broken: int = 0
-    unlearnable: int = 0
+    truncated: int = 0  # documents cut after their last image
+    shrunk: int = 0  # documents whose images were shrunk to fit
+    dropped: int = 0  # documents that did not fit
+    broken: int = 0  # rows with an unreadable image
+    unlearnable: int = 0  # rows without a token in the loss
 
     def __str__(self) -> str:
         return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in asdict(self).items())
@@ -111,12 +102,9 @@ class VisionEncoder:
     """Encode rows as documents.
 
     Args:
-        tokenizer: with a chat template that writes one placeholder for an image.
-        config: of the model.
-        make_images: counts the tokens of images; see `make_image_family`.
+        config, make_images: of the model.
         max_length: tokens of the longest document, with images; None for no limit.
-        overlong: for a longer document: "error" refuses it, "truncate" cuts it after its last image, or
-            refuses it if that is not enough, "drop" drops it, and "shrink" shrinks its images.
+        overlong: for a longer document, as in `VisionDataCollator`.
         image_folder: the root of relative paths.
         responses_only: only assistant turns count in the loss, as `relabel` or the chat template marks them.
         relabel: replaces labels, for example to learn answers after a marker.

@@ -36,10 +36,6 @@ class PreparedImage:
 class ImageFamily(ABC):
     """Prepare images as the processor of a family of models does, with its own image processor.
 
-    Args:
-        image_processor: of transformers.
-        config: of the model.
-
     Attributes:
         needed: attributes of an image processor of the family.
         described: the arguments of a call, beside pixels, that describe the images; first their `size`.
@@ -105,13 +101,7 @@ class ImageFamily(ABC):
         return {"image_seq_length": self._of_tile}
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
-        """Count the patches of an image, and those that each attends to.
-
-        Args:
-            tokens: of the image, without marks.
-            size: height and width in pixels.
-            of_document: number of images in the document.
-        """
+        """Count the patches of an image of so many tokens, and those that each attends to."""
         patches = self._grid_side**2
         return tokens // self._of_tile * patches, patches
 
@@ -120,12 +110,7 @@ class ImageFamily(ABC):
         return {}
 
     def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
-        """Return a model's arguments for the images of a row; `pixel_values` are uint8, see `normalised`.
-
-        Args:
-            images: all of them, at least one.
-            by_document: number of images of every document.
-        """
+        """Return a model's arguments for the images of a row; `pixel_values` are uint8, see `normalised`."""
         import torch
 
         arguments = {"pixel_values": torch.from_numpy(np.concatenate([image.values for image in images]))}
@@ -143,11 +128,7 @@ class ImageFamily(ABC):
     def cut(
         self, source: ImageSource, size: tuple[int, int], most_pixels: int | None = None, of_document: int = 1
     ) -> Cut:
-        """Compute the tokens of an image of this height and width.
-
-        Args:
-            most_pixels: a limit below that of the processor.
-            of_document: number of images in the document.
+        """Compute the tokens of an image of this height and width, one of so many in its document.
 
         Raises:
             UnreadableImage: the processor refuses such an image, for example one much wider than high.
@@ -161,11 +142,7 @@ class ImageFamily(ABC):
     def __call__(
         self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1
     ) -> PreparedImage:
-        """Read, resize and cut an image.
-
-        Raises:
-            UnreadableImage: the image cannot be read.
-        """
+        """Read, resize and cut an image; UnreadableImage if it cannot be read."""
         # Neither rescaled nor normalised, values stay whole numbers
         plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
         images = self._list_inputs(read_pixels(source), of_document)

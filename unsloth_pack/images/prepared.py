@@ -130,10 +130,8 @@ class ImageDocumentMaker(SpanMaker):
     """Encode the documents of a data set with images.
 
     Args:
-        folder: the root of image paths.
-        keep_bytes: store the content of image files instead of their paths.
+        keep_bytes: store the content of image files instead of their paths below `folder`.
         settings: everything else that the documents depend on, as JSON; None if unknown.
-        numbers: of the rows, for errors.
     """
 
     def __init__(

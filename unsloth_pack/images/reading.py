@@ -73,10 +73,8 @@ def _refuse(index: int, column: str, problem: str, value: object, remedy: str) -
 def parse_source(index: int, column: str, value: object, folder: Path | None) -> ImageSource:
     """Parse an image in a row. Nothing is read from the network.
 
-    Args:
-        value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of
-            `KEYS_OF_AN_IMAGE`, or with bytes and path, as from `datasets.Image` without decoding.
-        folder: the root of relative paths. No path may lead out of it.
+    It is bytes, a path below `folder`, a `file:` address, a data URI, an image of Pillow, or an object with
+    one of `KEYS_OF_AN_IMAGE`, or with bytes and path, as from `datasets.Image` without decoding.
 
     Raises:
         UnreadableImage: it is no file, or not base64.

@@ -37,13 +37,7 @@ def image_row(
     """Parse and check the conversation of a row and its images.
 
     Images are in the parts of a message, or in the column `images` or `image`, with a part `{"type":
-    "image"}` or the text `<image>` for the place of each.
-
-    Args:
-        index: of the row, for errors.
-        folder: the root of relative paths.
-        learned: True for roles whose turns carry loss, see `data/rows.py`.
-        reserved: the model's image tokens, which no turn may contain.
+    "image"}` or the text `<image>` for the place of each. No turn may contain the `reserved` tokens.
     """
     if not isinstance(row, Mapping):
         fail(index, "messages", "expected a row with columns", row, "give rows with a column messages")
@@ -64,11 +58,7 @@ def image_row(
 
 
 def with_parts(turns: list[Message], everywhere: bool = False) -> list[Message]:
-    """Split texts with images into parts, for the chat templates of vision models.
-
-    Args:
-        everywhere: split texts without images too.
-    """
+    """Split texts with images, or all, into parts, for the chat templates of vision models."""
 
     def has_parts(text: str | None) -> bool:
         return bool(text) if everywhere else MARK in (text or "")

@@ -70,8 +70,7 @@ class RowImages:
     def axes(self, row: PackedRow, grids: np.ndarray) -> np.ndarray:
         """Compute `[3, N]` int64: positions in time, height and width, from 0 in every document.
 
-        Args:
-            grids: `[images, 3]`, the tokens of every image in time, height and width.
+        `grids` `[images, 3]` are the tokens of every image in time, height and width.
 
         Source: Qwen2-VL (Wang et al. 2024), section 2.1, as `get_rope_index` of transformers.
         """
@@ -90,9 +89,7 @@ class RowImages:
 def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray) -> list[int]:
     """Count the images of every document where markers may stand between an image's lines and tiles.
 
-    Args:
-        places: `[V]`, the placeholder tokens.
-        sizes: `[images]`, the tokens that the tower makes of each image or tile.
+    `places` `[V]` are the tokens in the row, `sizes` `[images]` those that the tower makes of each or a tile.
 
     Raises:
         InputError: placeholders and image tokens differ in number, or a document ends inside an image.

@@ -97,12 +97,7 @@ class DeferredCheck:
 def refuse_counted_labels(
     row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int
 ) -> list[DeferredCheck]:
-    """Refuse labels that a trainer counted in `num_items_in_batch`, although they carry no loss.
-
-    Args:
-        labels: `[B, T]`, unmasked.
-        is_shifted: each label stands one token before its own token, as in `shift_labels`.
-    """
+    """Refuse unmasked labels `[B, T]` that a trainer counted, although they carry no loss."""
     message = "labels at document starts are counted in num_items_in_batch but carry no loss; "
     return DeferredCheck.start(_count_unscored(row, labels, is_shifted, ignore_index), message + _REMEDY)
 
@@ -141,9 +136,8 @@ def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
 
     Args:
         logits: `[B, T, V]`, which require a gradient.
-        is_counted: the caller says how many labels it has, as `Trainer` does even when it keeps the labels
-            for `label_smoothing_factor` or `compute_loss_func`. Then such a gradient is refused, else it
-            causes a warning, since a loss without labels may have it.
+        is_counted: the caller says how many labels it has, as `Trainer` does even when it keeps the labels.
+            Then such a gradient is refused, else it causes a warning: a loss without labels may have it.
     """
     if not len(row.predicted_unscored):
         return
@@ -179,9 +173,8 @@ class PaddedBatch:
 
         Args:
             real: `[B, T]` bool, False on padding.
-            positions: `[B, T]` int64, the rotary positions; None for transformers' 0 to T - 1, by which a
-                document behind padding starts above 0.
-            restarts: without `positions`, let every document start at 0.
+            positions: `[B, T]` int64, the rotary positions; None for transformers' 0 to T - 1, or with
+                `restarts` for those that start at 0 in every document.
         """
         places = np.flatnonzero(real)
         lengths = tuple(int(length) for length in real.sum(axis=1) if length)

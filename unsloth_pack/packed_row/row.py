@@ -56,8 +56,7 @@ class PackedRow:
     ) -> "PackedRow":
         """Build a row of fixed sizes for CUDA graphs, to `fill` anew every step.
 
-        Only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids` mean anything. Any of
-        its tokens may stand for an image. With `both_ways`, `BlockRows.static` says which blocks it has.
+        Only sizes, `cu_seqlens`, `position_ids` and `axis_ids` mean anything; any token may be an image's.
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls(

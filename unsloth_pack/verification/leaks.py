@@ -95,12 +95,10 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
         if subject.rounds_together:
             perturbed = (difference(subject.logits_alone(x), subject.logits_perturbed(x)) for x in documents)
             allowed = max(allowed, SLACK * max(perturbed))
-        for beside in _in_batches(documents, subject.vocab_size, generator):
-            in_batch = (map(partial(subject.logits_beside, document), pair) for document, pair in beside)
-            allowed = max(allowed, SLACK * max(difference(*logits) for logits in in_batch))
+        for document, pair in _beside(documents, subject.vocab_size, generator):
+            allowed = max(allowed, SLACK * difference(*(subject.logits_beside(document, x) for x in pair)))
             if value <= allowed:
-                limit = "rounding does" if subject.rounds_together else "between rows of a batch"
-                return Check.of(name, value, allowed, f"others move by no more than {limit}")
+                return Check.of(name, value, allowed, "others move by no more than rounding does")
         where = find_leaking_layer(subject, documents, source, generator)
     return Check.of(name, value, allowed, f"document {source} changes document {victim}, first in {where}")
 
@@ -183,13 +181,10 @@ def check_trained_gradients(
         for n, document in enumerate(documents)
     ]
     if subject.rounds_together:
-        for document in documents:
-            runs = (subject.logits_alone, subject.logits_perturbed)
-            rounding.append(moved_between(document, *(partial(each, document) for each in runs)))
-    for beside in _in_batches(documents, subject.vocab_size, generator):
-        for document, pair in beside:
-            forwards = (partial(subject.logits_beside, document, neighbour) for neighbour in pair)
-            rounding.append(moved_between(document, *forwards))
+        runs = (subject.logits_alone, subject.logits_perturbed)
+        rounding += [moved_between(x, *(partial(each, x) for each in runs)) for x in documents]
+    for document, pair in _beside(documents, subject.vocab_size, generator):
+        rounding.append(moved_between(document, *(partial(subject.logits_beside, document, x) for x in pair)))
         # In 16 bits a sample may round exactly by chance: allow at least one unit of rounding
         allowed = max(SLACK * float(np.max(rounding)), torch.finfo(subject.dtype).eps)
         if value <= allowed:
@@ -243,19 +238,20 @@ def _tokens_back(seen_KL: Tensor) -> list[int]:
     return (seen_KL.shape[1] - seen_KL.int().argmax(dim=1)).tolist()
 
 
-def _in_batches(
+def _beside(
     documents: Sequence[Tensor], vocab_size: int, generator: torch.Generator
-) -> Iterator[list[tuple[Tensor, list[Tensor]]]]:
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Draw samples of two neighbours for each document in an ordinary batch.
 
     The first are longer than the document, the others as long as another document of the row: an expert's
     GEMM may round otherwise with one token more or less.
     """
-    yield [(document, neighbours(document, vocab_size, generator)) for document in documents]
+    for document in documents:
+        yield document, neighbours(document, vocab_size, generator)
     for sample in range(1, _SAMPLES):
-        lengths = [len(documents[(number + sample) % len(documents)]) for number in range(len(documents))]
-        pairs = [random_documents([length] * 2, vocab_size, generator) for length in lengths]
-        yield list(zip(documents, pairs, strict=True))
+        for number, document in enumerate(documents):
+            length = len(documents[(number + sample) % len(documents)])
+            yield document, random_documents([length] * 2, vocab_size, generator)
 
 
 def neighbours(document: Tensor, vocab_size: int, generator: torch.Generator) -> list[Tensor]:

@@ -6,7 +6,7 @@ S the side of an image or tile in pixels.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document
+from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document, random_documents
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, add_row, encode_images, shape_images
 from unsloth_pack.models import vision_spec_for
@@ -111,7 +111,8 @@ class Subject(ProbeSubject):
             case "packed_seq_lengths":
                 described = {"packed_seq_lengths": list(lengths)}
             case "position_ids":
-                described = {"position_ids": _restarting_positions(lengths)}
+                along = _restarting_positions(lengths)
+                described = {"position_ids": along if axes is None else torch.cat([along[None], axes])}
             case "trl":
                 from unsloth_pack.training.trl_setup import row_collator
 
@@ -144,9 +145,8 @@ class Subject(ProbeSubject):
         Without a mask, with which a patched model would run the two as one packed row.
         """
         ids = nn.utils.rnn.pad_sequence([document, neighbour], batch_first=True)
-        return self.model(input_ids=self.as_text(ids).to(self.device), use_cache=False).logits[
-            0, : len(document)
-        ]
+        ids = self.as_text(ids).to(self.device)
+        return self.model(input_ids=ids, use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
         """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns."""
@@ -161,8 +161,14 @@ class Subject(ProbeSubject):
 
     def backward(self, loss: Callable[[], Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
         """Return a loss, its gradients at the input embeddings of all its passes, joined `[rows, T, C]`, and
-        those of the trained parameters, by name."""
-        with self._recorded_embeddings() as seen:
+        those of the trained parameters, by name. With its hook no model is captured into graphs."""
+        seen: list[Tensor] = []
+
+        def record(module: nn.Module, args: object, output: Tensor) -> None:
+            output.requires_grad_().retain_grad()
+            seen.append(output)
+
+        with self.model.get_input_embeddings().register_forward_hook(record):
             value = loss()
             value.backward()
         trained = {}
@@ -192,23 +198,6 @@ class Subject(ProbeSubject):
         with changed_inputs(move, self.layers):
             yield
 
-    @contextmanager
-    def _recorded_embeddings(self) -> Iterator[list[Tensor]]:
-        """Record the outputs of the input embedding; with this hook no model is captured into graphs."""
-        seen: list[Tensor] = []
-
-        def record(module: nn.Module, args: object, output: Tensor) -> None:
-            if not output.requires_grad:
-                output.requires_grad_()
-            output.retain_grad()
-            seen.append(output)
-
-        hook = self.model.get_input_embeddings().register_forward_hook(record)
-        try:
-            yield seen
-        finally:
-            hook.remove()
-
 
 @dataclass(frozen=True)
 class Pictured:
@@ -237,25 +226,19 @@ class ImageSubject:
     def documents(self, generator: torch.Generator) -> list[Pictured]:
         """Draw random documents. The model counts the tokens of images."""
         documents = []
-        sizes = [[part for part in parts if isinstance(part, tuple)] for parts in _PICTURED]
-        images = [self._draw_images(each, generator) for each in sizes]
-        for parts, document in zip(_PICTURED, images, strict=True):
+        for parts in _PICTURED:
+            sizes = [part for part in parts if isinstance(part, tuple)]
+            shape, described = shape_images(self.spec, self.config, sizes, _LARGEST, _MIN_TILES)
+            document = Pictured(torch.empty(0), torch.randn(shape, generator=generator), described)
             lengths = iter(self._count_tokens(document))
             ids = [
                 torch.full((next(lengths),), self._token)
                 if isinstance(part, tuple)
-                else self.subject.as_text(
-                    torch.randint(self.subject.vocab_size, (part,), generator=generator)
-                )
+                else self.subject.as_text(random_documents([part], self.subject.vocab_size, generator)[0])
                 for part in parts
             ]
             documents.append(replace(document, ids=torch.cat(ids)))
         return documents
-
-    def _draw_images(self, sizes: Sequence[Size], generator: torch.Generator) -> Pictured:
-        """Draw images of a document without ids, of shapes that the model takes."""
-        shape, described = shape_images(self.spec, self.config, sizes, _LARGEST, _MIN_TILES)
-        return Pictured(torch.empty(0), torch.randn(shape, generator=generator), described)
 
     def _count_tokens(self, document: Pictured) -> list[int]:
         if not len(document.pixels):
@@ -269,18 +252,13 @@ class ImageSubject:
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the logits `[L, V]` of every document in one row."""
         lengths = [len(document.ids) for document in documents]
-        if self.spec.grid is None:
-            described = self.subject.described(lengths)
-        elif self.subject.description == "position_ids":
-            along = _restarting_positions(lengths)[None].to(self.subject.device)
-            described = {"position_ids": torch.cat([along, self._axes(documents)])}
-        else:
-            described = self.subject.described(lengths, self._axes(documents))
-        return self._run(documents, pixels, described)[0].split(lengths)
+        axes = None if self.spec.grid is None else self._axes(documents)
+        return self._run(documents, pixels, self.subject.described(lengths, axes))[0].split(lengths)
 
     def logits_alone(self, document: Pictured) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""
-        axes = {} if self.spec.grid is None else {"position_ids": self._axes([document])}
+        device = self.subject.device
+        axes = {} if self.spec.grid is None else {"position_ids": self._axes([document]).to(device)}
         return self._run([document], None, {"use_cache": False, **axes})[0]
 
     def _run(self, documents: Sequence[Pictured], pixels: Tensor | None, more: dict[str, Any]) -> Tensor:
@@ -320,7 +298,7 @@ class ImageSubject:
         token_grids = grids // [1, merge, merge]
         is_placeholder = torch.cat([d.ids for d in documents]) == self._token
         images = RowImages.locate(is_placeholder.numpy(), token_grids.prod(axis=1), row)
-        return torch.from_numpy(images.axes(row, token_grids))[:, None].to(self.subject.device)
+        return torch.from_numpy(images.axes(row, token_grids))[:, None]
 
 
 @contextmanager
@@ -332,12 +310,10 @@ def changed_inputs(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Modul
             return (change(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
-    hooks = [layer.register_forward_pre_hook(give, with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(give, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _ring_loss(logits: Tensor, document: Tensor) -> Tensor:

@@ -279,11 +279,9 @@ class FastTowerAttention(nn.Module):
         tower_rows: Sequence[PackedRow] | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Compute `[P, C]` from `[P, C]`.
+        """Compute `[P, C]` from `[P, C]`; `position_embeddings` are `cos` and `sin`, `[P, D]`.
 
-        Args:
-            cu_seqlens: of one of `tower_rows`: the frames of all images, and perhaps their windows.
-            position_embeddings: `cos` and `sin`, `[P, D]`.
+        `cu_seqlens` are those of one of `tower_rows`: the frames of all images, and perhaps their windows.
         """
         if tower_rows is None or position_embeddings is None:
             return super().forward(

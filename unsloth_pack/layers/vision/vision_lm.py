@@ -150,9 +150,7 @@ def shape_images(
 ) -> tuple[tuple[int, ...], dict[str, list[list[int]]]]:
     """Return the shape of `pixel_values` that a model takes, without rows, and what describes the images.
 
-    Args:
-        sizes: tokens of every image in height and width, if free; `largest`: to which such are padded.
-        n_tiles: of every image, if it is cut.
+    These are of `sizes` in tokens, padded to the `largest`, where sizes are free; else of `n_tiles`, if cut.
     """
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
