@@ -42,10 +42,8 @@ def merged_layer(layer: Any, path: str, parameters: dict[int, nn.Parameter]) -> 
     wrappers = [*_tuner_layers(layer)]
     if any(wrapper.merged for wrapper in wrappers):
         if left_out := [adapter for wrapper in wrappers for adapter in _active_but_not_merged(wrapper)]:
-            raise InputError(
-                f"in {path} adapter {left_out[0]!r} is active, but only others are merged; call "
-                "unmerge_adapter() first"
-            )
+            said = f"in {path} adapter {left_out[0]!r} is active, but only others are merged"
+            raise InputError(f"{said}; call unmerge_adapter() first")
         return layer.get_base_layer()
     own = {id(parameter) for parameter in layer.parameters()}
     shared = {key: parameter for key, parameter in parameters.items() if key not in own}
@@ -243,7 +241,11 @@ def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
         yield name, weight
         del weight  # of which the next needs the memory
     for holder in [model] if isinstance(model, PeftModel) else _peft_models_of(base):
-        merging.refuse_what_is_left_out(holder)
+        for path, module in holder.named_modules():
+            if id(module) not in merging.visited and [*module.parameters(recurse=False)]:
+                kind = holder.active_peft_config.peft_type.value
+                said = f"the adapter is of type {kind}, and its weights in {path} cannot be merged"
+                raise InputError(f"{said}; {REMEDY}")
     for name, weight in expected.items():
         raise _of_another_model(name, "not there", weight)
 
@@ -282,13 +284,13 @@ class _Merging:
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._dtype = dtype
         self._parameters = {id(parameter): parameter for parameter in model.parameters()}
-        self._visited: set[int] = set()  # the modules whose parameters have been given, by id
+        self.visited: set[int] = set()  # the modules whose parameters have been given, by id
 
     def visit(self, module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
         """The weights of a module that lies at `path` in the model before PEFT."""
         if isinstance(module, ModulesToSaveWrapper | TrainableTokensWrapper | BaseTunerLayer):
             assert isinstance(module, nn.Module)
-            self._visited |= set(map(id, module.modules()))
+            self.visited |= set(map(id, module.modules()))
             if module.disable_adapters:
                 raise InputError(f"the adapter of {path} is disabled; enable it before it is merged")
         if isinstance(module, ModulesToSaveWrapper | TrainableTokensWrapper):
@@ -298,7 +300,7 @@ class _Merging:
             for child_path, child in merged.named_modules():
                 yield from self._own(child, f"{path}.{child_path}" if child_path else path)
         elif is_experts(module) and is_quantised(module):
-            self._visited |= set(map(id, module.modules()))
+            self.visited |= set(map(id, module.modules()))
             yield from self._own(dequantised_copy(module, self._dtype), path)
         elif type(module).__module__.startswith("peft."):
             raise InputError(f"the adapter of {path}, {kind_of(module)}, cannot be merged; {REMEDY}")
@@ -307,30 +309,18 @@ class _Merging:
             for name, child in module.named_children():
                 yield from self.visit(child, f"{path}.{name}" if path else name)
 
-    def refuse_what_is_left_out(self, holder: PeftModel) -> None:
-        """Refuse a PEFT model that has parameters beside those that were given."""
-        for path, module in holder.named_modules():
-            if id(module) not in self._visited and [*module.parameters(recurse=False)]:
-                kind = holder.active_peft_config.peft_type.value
-                raise InputError(
-                    f"the adapter is of type {kind}, and its weights in {path} cannot be merged; {REMEDY}"
-                )
-
     def _own(self, module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
         """The weights that are the module's own, not those of its children."""
-        self._visited.add(id(module))
+        self.visited.add(id(module))
         for name, weight in _own_weights(module):
-            yield self._stored(f"{path}.{name}" if path else name, weight)
-            del weight
-
-    def _stored(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        dtype = self._dtype if weight.is_floating_point() else weight.dtype
-        stored = weight.detach().to("cpu", dtype).contiguous()
-        if not is_finite(stored):
-            raise InputError(
-                f"merged weight {name} is not finite as {dtype}; the training diverged, nothing was saved"
-            )
-        return name, stored
+            dtype = self._dtype if weight.is_floating_point() else weight.dtype
+            stored = weight.detach().to("cpu", dtype).contiguous()
+            whole_name = f"{path}.{name}" if path else name
+            if not is_finite(stored):
+                said = f"merged weight {whole_name} is not finite as {dtype}"
+                raise InputError(f"{said}; the training diverged, nothing was saved")
+            yield whole_name, stored
+            del weight, stored
 
 
 def _module_in_use(wrapper: ModulesToSaveWrapper | TrainableTokensWrapper) -> nn.Module:

@@ -37,16 +37,10 @@ def make_order_independent(patterns: Options, adapted: Sequence[str]) -> dict[st
     return {re.escape(path): patterns[key] for path, key in chosen.items() if key in patterns}
 
 
-def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise InputError for `target_parameters` that the model does not have."""
-    paths = [path for path, _ in model.named_parameters()]
-    for name in names:
-        if not any(_ends_with(path, name) for path in paths):
-            raise InputError(f"target_parameters names {name!r}, and no parameter's path ends so")
-
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROJECTIONS = (*_ATTENTION, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+)
 _STACK_OF = {  # the name of an expert's layer -> its stack
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("down_proj", "w2"), "down_proj"),
@@ -142,15 +136,13 @@ def lora_targets(
         options: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
     """
     options = options or {}
-    check_parameters(model, options.get("target_parameters") or ())
+    own = options.get("target_parameters") or ()
+    parameters = [path for path, _ in model.named_parameters()]
+    for name in own:
+        if not any(_ends_with(path, name) for path in parameters):
+            raise InputError(f"target_parameters names {name!r}, and no parameter's path ends so")
     notes: list[str] = []
     targets = _choose_targets(model, target_modules, options, notes)
-    paths = _list_adapted_paths(model, targets, options)
-    return replace(targets, paths=tuple(paths), notes=tuple(notes))
-
-
-def _list_adapted_paths(model: PreTrainedModel, targets: Targets, options: Options) -> list[str]:
-    """List the layers and the stacked parameters that PEFT will adapt."""
     is_target, is_all = _make_matcher(targets.modules), targets.modules == "all-linear"
     kinds, head = nn.Linear if is_all else (nn.Linear, nn.Embedding), model.get_output_embeddings()
     layers = [
@@ -158,9 +150,9 @@ def _list_adapted_paths(model: PreTrainedModel, targets: Targets, options: Optio
         for path, layer in model.named_modules()
         if isinstance(layer, kinds) and is_target(path) and not (is_all and layer is head)
     ]
-    names = {*targets.parameters, *(options.get("target_parameters") or ())}
-    stacks = [path for path, _ in model.named_parameters() if any(_ends_with(path, name) for name in names)]
-    return layers + stacks
+    names = (*targets.parameters, *own)
+    stacks = [path for path in parameters if any(_ends_with(path, name) for name in names)]
+    return replace(targets, paths=(*layers, *stacks), notes=tuple(notes))
 
 
 def _choose_targets(
@@ -331,15 +323,11 @@ def _is_router(model: nn.Module, path: str) -> bool:
     """
     beside = model.get_submodule(path.rpartition(".")[0])
     linear: Any = model.get_submodule(path)
-    if not any(map(is_experts, beside.children())) and _only_linear(beside) is linear:
+    inside = [layer for layer in beside.modules() if isinstance(layer, nn.Linear)]
+    if not any(map(is_experts, beside.children())) and inside == [linear]:
         beside = model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
     experts: list[Any] = [module for module in beside.children() if is_experts(module)]
     return any(linear.out_features in (1, len(module.down_proj)) for module in experts)
-
-
-def _only_linear(module: nn.Module) -> nn.Module | None:
-    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return linear[0] if len(linear) == 1 else None
 
 
 _LINEAR_ONLY = ("lora_dropout", "use_dora", "lora_bias", "loftq_config")  # PEFT has them not for stacks

@@ -203,15 +203,11 @@ def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
             require_whole("layers_to_transform", layer, 0, n_layers - 1)
 
 
-def _by_module(tokens: TokenIndices) -> Mapping[str, Sequence[int]]:
-    """Return PEFT's `trainable_token_indices` by layer."""
-    return tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
-
-
 def _check_tokens(model: PreTrainedModel, tokens: TokenIndices | None) -> None:
     """Raise InputError unless the tokens are lists of ids of the embedding."""
     embedding: Any = model.get_input_embeddings()
-    for ids in () if tokens is None else _by_module(tokens).values():
+    every = tokens.values() if isinstance(tokens, Mapping) else [tokens]
+    for ids in () if tokens is None else every:
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
         for token in ids:
