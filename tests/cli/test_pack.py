@@ -10,6 +10,7 @@ import pytest
 from cli_runs import losses, read_metrics, tree
 from model_folder import byte_tokenizer, save_model
 from packs_on_disk import cut, rewrite
+from safetensors.torch import load_file
 
 from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
@@ -215,8 +216,53 @@ def test_packed_ids_beyond_the_vocabulary(packs, refused, tmp_path):
     assert "outside the vocabulary, 0 to 99" in refused(dataset=packs, model_name=small)
 
 
-def test_packed_rows_without_a_manifest(refused, tmp_path):
-    datasets.Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3]}]).to_json("rows.jsonl")
-    error = refused(dataset="rows.jsonl", max_seq_length=CAPACITY)
-    assert "columns input_ids, seq_lengths: packed rows without a manifest" in error
-    assert "unsloth-pack pack" in error
+def test_packed_rows_without_a_manifest(refused):
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3]}])
+    rows.to_parquet("rows.parquet")
+    error = refused("--sample_packing", dataset="rows.parquet", max_seq_length=CAPACITY)
+    assert "holds token ids of an unknown tokenizer" in error
+
+
+def test_a_run_on_packs_goes_on_as_if_nothing_had_been(train, packs, tmp_path, capsys):
+    flags = {"dataset": packs, "max_seq_length": None, "save_steps": 2, "max_steps": 5, "lora_dropout": 0.2}
+    assert train(**flags, output_dir=tmp_path / "whole") == 0
+    assert train(**flags) == 0
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoint-5")
+    assert main(["--resume", "--output_dir", str(out)]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+    assert len(read_metrics(out)["data"]) == 1
+    finished, whole = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "whole"))
+    assert all((finished[name] == whole[name]).all() for name in whole)
+    shutil.rmtree(out / "checkpoint-5")
+    cut(packs / "shard-00000.arrow")
+    assert main(["--resume", "--output_dir", str(out)]) == 2
+    assert "bytes of" in capsys.readouterr().err
+
+
+def test_a_large_data_set_is_prepared_as_a_small_one(model, data, tmp_path, monkeypatch):
+    """By any number of processes, into packs and for a run, from files that the cache holds."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    common = ["--model_name", model, "--dataset", data, "--max_seq_length", "144"]
+    flags = [
+        *common,
+        "--max_steps=3",
+        "--sample_packing",
+        "--gradient_accumulation_steps=1",
+        "--dtype=float32",
+    ]
+    assert main(["pack", *common, "--out", "packs"]) == 0
+    assert main([*flags, "--output_dir", "small"]) == 0
+    monkeypatch.setattr("unsloth_pack.data.files._SMALL", 0)
+    monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 7)
+    for num_proc in ("1", "3"):
+        assert main(["pack", *common, "--out", num_proc, "--num_proc", num_proc]) == 0
+        shutil.rmtree(tmp_path / "cache")
+        for path in (tmp_path / "packs").iterdir():
+            assert (tmp_path / num_proc / path.name).read_bytes() == path.read_bytes()
+    assert main([*flags, "--output_dir", "large", "--num_proc", "2"]) == 0
+    assert losses(tmp_path / "large") == losses(tmp_path / "small")
+    small, large = (read_metrics(tmp_path / name)["data"] for name in ("small", "large"))
+    assert small == large
+    parts = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "unsloth_pack").iterdir()}
+    assert parts == {"rows", "documents", "packed"}

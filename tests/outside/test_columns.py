@@ -58,11 +58,6 @@ def test_template_kwargs_reach_the_template_row_by_row(trained, row, flags, loss
     [
         (CHAT | {"chat_template_kwargs": "fast"}, "chat_template_kwargs", "expected an object, got 'fast'"),
         (
-            CHAT | {"chat_template_kwargs": {"tokenize": False}},
-            "chat_template_kwargs",
-            "not read 'tokenize'",
-        ),
-        (
             PAIR | {"chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs",
             "not used by rows",

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import math
@@ -25,10 +24,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from filelock import FileLock
 
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.forked import children_end_with_this_process
@@ -65,7 +66,7 @@ def from_cache(kind: str, key: Sequence[object] | None, make: Callable[[Path], N
         target = _cache() / name
         if (notes := _notes_of(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(target.with_name(f"{name}.lock")):
+            with FileLock(target.with_name(f"{name}.lock")):
                 if (notes := _notes_of(target)) is None:  # no other process has made it meanwhile
                     notes = _fill(target, make)
         return target, notes
@@ -134,15 +135,6 @@ def _notes_of(folder: Path) -> Notes | None:
     return content["notes"] if sizes == content["sizes"] else None
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock, which ends with this one and those that write for it."""
-    with open(path, "wb") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _cache() -> Path:
     import datasets
 
@@ -168,16 +160,8 @@ def scan(dataset: datasets.Dataset, columns: list[str], batch_size: int) -> Iter
         yield table
         n_bytes += table.nbytes
         if n_bytes > _MOST_READ:
-            release(dataset)
+            give_back(memory_maps(dataset))
             n_bytes = 0
-
-
-def release(dataset: datasets.Dataset) -> None:
-    """Give back the memory of the data set's files, which a later read takes from the files again.
-
-    Elsewhere than on Linux it does nothing: the system takes the memory back when it runs short.
-    """
-    give_back(memory_maps(dataset))
 
 
 def memory_maps(dataset: datasets.Dataset) -> list[tuple[int, int]]:
@@ -196,7 +180,7 @@ def memory_maps(dataset: datasets.Dataset) -> list[tuple[int, int]]:
 
 
 def give_back(mapped: list[tuple[int, int]]) -> None:
-    """Give back the memory of mapped files, as `memory_maps` finds them."""
+    """Give back the memory of mapped files, see `memory_maps`. A later read takes it from the files again."""
     libc = ctypes.CDLL(None, use_errno=True)
     for address, n_bytes in mapped:
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), mmap.MADV_DONTNEED)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
-_GENERATION_MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template is a program, so any of these may come from it; jinja2's own are added where it is imported
 TEMPLATE_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _TRIED = {"tried_name": "tried_value"}  # arguments of a call
@@ -172,10 +172,8 @@ class Encoder:
         # a slow tokenizer tells no offsets, and transformers refuses to mark its tokens
         by_template = marked and (self._is_marked or not self.tokenizer.is_fast)
         for (tools_text, kwargs_text), members in together.items():
-            variables = json.loads(kwargs_text)
-            beside = {"tools": json.loads(tools_text) if tools_text else None} | variables
+            beside = {"tools": json.loads(tools_text) if tools_text else None} | json.loads(kwargs_text)
             of_rows = [numbers[i] for i in members]
-            self._check_variables(of_rows[0], beside["tools"], variables)
             read = [self._read(numbers[i], conversations[i], beside) for i in members]
             if not options:  # a prompt alone is a part of what is checked
                 for number, conversation in zip(of_rows, read, strict=True):
@@ -243,15 +241,6 @@ class Encoder:
             return str(text)
         return None
 
-    def _check_variables(self, number: int, tools: list[Any] | None, variables: Variables) -> None:
-        """Refuse variables that the template does not read: the row was written for another one."""
-        names = [name for name, value in variables.items() if value is not None]
-        read = names and _variables_of(self.tokenizer.get_chat_template(self.chat_template, tools=tools))
-        for name in names:
-            if read is not None and name not in read:
-                column, problem = "chat_template_kwargs", f"the chat template does not read {name!r}"
-                fail(number, column, problem, variables, f"give {offer({column: None})}")
-
     def _check_shown(self, number: int, conversation: Conversation, beside: Variables) -> None:
         """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
         calls, in whose place it would learn an empty answer."""
@@ -310,19 +299,6 @@ def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     names = ("__call__", "_encode_plus")
     return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
-
-
-@cache
-def _variables_of(template: str) -> frozenset[str] | None:
-    """The variables that a chat template reads; None where that cannot be told."""
-    from jinja2 import Environment, TemplateError, meta
-
-    plain = _GENERATION_MARKER.sub("", template)
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-        return frozenset(meta.find_undeclared_variables(tree))
-    except TemplateError:
-        return None
 
 
 def _calls_in(conversation: Conversation) -> list[Any]:

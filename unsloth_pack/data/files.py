@@ -10,13 +10,12 @@ The rows of small files are held in memory, those of large ones in the data set 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from unsloth_pack.data.cache import Notes, arrow_file, digest, from_cache, in_order, open_cached
 from unsloth_pack.data.text_files import (
@@ -24,7 +23,6 @@ from unsloth_pack.data.text_files import (
     PART,
     TEXT_READERS,
     FilePart,
-    check_ordinary,
     check_same_columns,
     is_compressed,
     is_json_lines,
@@ -52,8 +50,6 @@ def kind_of(path: Path) -> str:
             f"{path}: unknown suffix {path.suffix!r}; give a {', '.join(SUFFIXES)} file, which may be "
             f"compressed ({', '.join(COMPRESSED)}), a folder or a hub name"
         )
-    if kind == "parquet" and is_compressed(path):
-        raise InputError(f"{path}: a compressed parquet file is not read; unpack it")
     return kind
 
 
@@ -64,7 +60,8 @@ def kind_of_all(files: Sequence[Path], name: object) -> str:
         names = ", ".join(file.name for file in kinds.values())
         raise InputError(f"{name}: files of several formats ({names}); keep one format a folder")
     for file in files:
-        check_ordinary(file)
+        if not file.is_file():  # reading a device or a pipe may never end
+            raise InputError(f"{file}: not an ordinary file; write its content to one")
     return next(iter(kinds))
 
 
@@ -95,13 +92,19 @@ def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.D
         return read_exactly(open_cached(from_cache("rows", key, write)[0]))
 
 
-def _read(files: Sequence[Path], kind: str, folder: Path | None, num_proc: int | None) -> pa.Table | None:
+def _read(
+    files: Sequence[Path],
+    kind: str,
+    folder: Path | None,
+    num_proc: int | None,
+    schema: pa.Schema | None = None,
+) -> pa.Table | None:
     """The rows of the files, or None if they were written into `folder`."""
     import pyarrow as pa
 
-    from unsloth_pack.data.lossless_json import joined_schema, with_types
+    from unsloth_pack.data.lossless_json import joined_schema
 
-    schema = parquet_schema(files) if kind == "parquet" else None
+    schema = parquet_schema(files) if kind == "parquet" else schema
     parts = [part for file in files for part in _parts_of(file, kind)]
     work = partial(_read_part, kind=kind, schema=schema, folder=folder)
     chunks_of: dict[Path, list[_Chunk]] = {file: [] for file in files}
@@ -114,15 +117,11 @@ def _read(files: Sequence[Path], kind: str, folder: Path | None, num_proc: int |
         schemas = [joined_schema([of_chunk for of_chunk, _ in chunks]) for chunks in chunks_of.values()]
         check_same_columns(files, [each.names for each in schemas])
         schema = joined_schema(schemas)
-    if folder is None:
-        tables = [rows for _, rows in every if isinstance(rows, pa.Table)]
-        return pa.concat_tables(
-            with_types(table, schema) for table in [pa.Table.from_batches([], schema), *tables]
-        )
-    others = [rows for of_chunk, rows in every if of_chunk != schema]
-    for _ in in_order(partial(_write_again, schema=schema), others, num_proc):
-        pass
-    return None
+        if any(of_chunk != schema for of_chunk, _ in every):  # once more, with types that hold all rows
+            for path in folder.iterdir() if folder else ():
+                path.unlink()
+            return _read(files, kind, folder, num_proc, schema)
+    return None if folder else pa.concat_tables(rows for _, rows in every)
 
 
 def _parts_of(path: Path, kind: str) -> list[FilePart]:
@@ -148,7 +147,10 @@ def _read_part(
     import pyarrow as pa
 
     number, part = task
-    tables = _text_tables(part, kind) if schema is None else read_parquet(part.path, schema)
+    if kind == "parquet":
+        tables = read_parquet(part.path, cast("pa.Schema", schema))
+    else:
+        tables = _text_tables(part, kind, schema)
     chunks: list[_Chunk] = []
     for of_chunk, same in groupby(tables, lambda table: table.schema):
         if folder is None:
@@ -162,29 +164,12 @@ def _read_part(
     return chunks
 
 
-def _text_tables(part: FilePart, kind: str) -> Iterator[pa.Table]:
+def _text_tables(part: FilePart, kind: str, schema: pa.Schema | None) -> Iterator[pa.Table]:
     from unsloth_pack.data.lossless_json import exact_table
 
     with refuse_unreadable(part.path):
         for rows in TEXT_READERS[kind](part):
-            yield exact_table(rows)
-
-
-def _write_again(path: Path, schema: pa.Schema) -> None:
-    """Write an Arrow file anew with other types, which hold the same values."""
-    import pyarrow as pa
-
-    from unsloth_pack.data.lossless_json import with_types
-
-    aside = path.with_suffix(".new")
-    with (
-        pa.OSFile(str(path)) as file,
-        pa.ipc.open_stream(file) as stream,
-        arrow_file(aside, schema) as written,
-    ):
-        for batch in stream:
-            written.write_table(with_types(pa.Table.from_batches([batch]), schema))
-    os.replace(aside, path)
+            yield exact_table(rows, schema)
 
 
 # Parquet files as Arrow tables, a few thousand rows at a time.

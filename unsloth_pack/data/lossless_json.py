@@ -34,15 +34,22 @@ def to_dataset(rows: list[dict[str, object]]) -> datasets.Dataset:
     return read_exactly(datasets.Dataset(exact_table(rows)))
 
 
-def exact_table(rows: list[dict[str, object]]) -> pa.Table:
-    """The rows as Arrow holds them exactly, see `to_dataset`."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: _exact_array([row.get(name) for row in rows]) for name in names})
+def exact_table(rows: list[dict[str, object]], schema: pa.Schema | None = None) -> pa.Table:
+    """The rows as Arrow holds them exactly, see `to_dataset`; `schema` is of `joined_schema`."""
+    names = schema.names if schema else dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
 
+    def are_strings(name: str) -> bool:
+        if schema:
+            return bool(schema.field(name).type == pa.string())
+        return all(value is None or isinstance(value, str) for value in columns[name])
 
-def _exact_array(values: list[object]) -> pa.Array:
-    are_strings = all(value is None or isinstance(value, str) for value in values)
-    return pa.array(values, pa.string()) if are_strings else json_array(values)
+    return pa.table(
+        {
+            name: pa.array(values, pa.string()) if are_strings(name) else json_array(values)
+            for name, values in columns.items()
+        }
+    )
 
 
 def json_array(values: Sequence[object]) -> pa.Array:
@@ -57,15 +64,6 @@ def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         if kinds.get(field.name) != pa.json_():
             kinds[field.name] = field.type
     return pa.schema(kinds)
-
-
-def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """An exact table with the types of `joined_schema`; columns that it lacks are null."""
-    columns = []
-    for field in schema:
-        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
-        columns.append(column if column.type == field.type else json_array(column.to_pylist()))
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:

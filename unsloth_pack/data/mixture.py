@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import IMAGES, update_with_images
 from unsloth_pack.data.streaming import Place, RawBlock, RowSource, endless, no_rows
-from unsloth_pack.data.token_counts import TokenLedger
+from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 
@@ -228,13 +229,8 @@ class _Lengths:
     def of_held_out(self, is_held: np.ndarray) -> TokenLedger:
         """The ledger of documents that are evaluated on, as they were cut when they were read."""
         tokens = self.tokens[is_held]
-        return TokenLedger(
-            rows_read=len(tokens),
-            tokens_read=int(tokens.sum()),
-            longest=int(tokens.max()),
-            p99=int(np.quantile(tokens, 0.99, method="higher")),
-            **self._in_loss(is_held),
-        )
+        sums = Counter(rows_read=len(tokens), tokens_read=int(tokens.sum()), **self._in_loss(is_held))
+        return SpanCounts(sums, Counter(tokens.tolist())).ledger
 
     def _in_loss(self, times: np.ndarray) -> dict[str, int]:
         """Whether the tokens of documents that come so many times each count in the loss."""

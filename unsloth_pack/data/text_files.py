@@ -93,12 +93,6 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def check_ordinary(path: Path) -> None:
-    """Refuse devices and pipes, because reading them may never end."""
-    if not path.is_file():
-        raise InputError(f"{path}: not an ordinary file; write its content to one")
-
-
 def check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]) -> None:
     """Refuse files of which one has other columns than the first."""
     for file, names in zip(files, columns, strict=True):

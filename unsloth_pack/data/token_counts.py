@@ -48,18 +48,18 @@ class TokenLedger:
             front of the end of an image.
     """
 
-    rows_read: int = 0
-    tokens_read: int = 0
-    rows_truncated: int = 0
-    tokens_truncated: int = 0
-    rows_fully_masked: int = 0
-    tokens_dropped: int = 0
-    tokens_masked_by_template: int = 0
-    tokens_masked_at_boundaries: int = 0
-    tokens_counted: int = 0
-    prompts_rerendered: int = 0
-    longest: int = 0
-    p99: int = 0
+    rows_read: int
+    tokens_read: int
+    rows_truncated: int
+    tokens_truncated: int
+    rows_fully_masked: int
+    tokens_dropped: int
+    tokens_masked_by_template: int
+    tokens_masked_at_boundaries: int
+    tokens_counted: int
+    prompts_rerendered: int
+    longest: int
+    p99: int
     rows_split: int = 0
     tokens_split: int = 0
     rows_held_out: int = 0

@@ -24,10 +24,11 @@ from unsloth_pack.data.cache import (
     arrow_file,
     digest,
     from_cache,
+    give_back,
     in_order,
     is_cached,
+    memory_maps,
     open_cached,
-    release,
     scan,
     spans_of,
 )
@@ -146,16 +147,15 @@ class SpanMaker(ABC):
         """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
         from datasets.utils import tqdm
 
-        tally, hashes = SpanCounts(), RowHashes()
+        tally = SpanCounts()
         tasks = [(folder / f"{number}.arrow", span) for number, span in enumerate(spans)]
         with tqdm(total=len(self.dataset), desc="Tokenizing", unit=" rows") as bar:
             results = in_order(self._one_into, tasks, num_proc)
-            for (file, (first, end)), of_span in zip(tasks, results, strict=True):
+            for (first, end), of_span in zip(spans, results, strict=True):
                 tally += of_span
-                hashes.update_from(file)
                 bar.update(end - first)
         check_counted(tally.ledger, self.max_length)
-        return _notes_of(tally, hashes.hexdigest())
+        return _notes_of(tally, rows_hash(open_cached(folder)))
 
     def _one_into(self, task: tuple[Path, tuple[int, int]]) -> SpanCounts:
         file, (first, end) = task
@@ -164,7 +164,7 @@ class SpanMaker(ABC):
             for of_batch, table in self.documents(first, end):
                 tally += of_batch
                 stream.write_table(table)
-        release(self.dataset)
+        give_back(memory_maps(self.dataset))
         return tally
 
 
@@ -264,14 +264,6 @@ class RowHashes:
         if IMAGES in table.schema.names:
             self._has_images = True
             update_with_images(self._of_images, table[IMAGES])
-
-    def update_from(self, path: Path) -> None:
-        """Add the rows of an Arrow file, which is read without mapping it into memory."""
-        import pyarrow as pa
-
-        with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            for batch in stream:
-                self.update(batch)
 
     def hexdigest(self) -> str:
         hashes = [*self._hashes, *([self._of_images] if self._has_images else [])]
