@@ -14,9 +14,8 @@ from unsloth_pack.layers.mlp import ACTIVATIONS, GateAndUpPlan, keeps_gate_and_u
 from unsloth_pack.lora.expert_stacks import (
     STACKS,
     ExpertsModule,
-    Fp8Stack,
-    Nf4Stack,
     PeftStack,
+    QuantisedStack,
     dequantised_stacks,
     get_stored_stack,
     is_quantised,
@@ -133,7 +132,7 @@ def why_reads_host(experts: ExpertsModule) -> str | None:
     return why_not_grouped(stacks[0].dtype, device, *(size for stack in stacks for size in stack.shape[1:]))
 
 
-def _stack(experts: ExpertsModule, name: str) -> Tensor | Nf4Stack | Fp8Stack:
+def _stack(experts: ExpertsModule, name: str) -> Tensor | QuantisedStack:
     stack = get_stored_stack(experts, name)
     assert stack is not None
     return stack

@@ -28,43 +28,39 @@ STACKS = ("gate_up_proj", "down_proj")  # the names of the stacked parameters
 _BLOCK = 64  # elements that share a scale in NF4
 
 
-class Nf4Stack(NamedTuple):
-    """A stack in NF4 (Dettmers et al. 2023, "QLoRA")."""
+class _Dequantizer(nn.Module):
+    """Dequantise a stack of a shape to a dtype, as a parametrization."""
 
-    packed: Tensor  # uint8, in the layout of bitsandbytes
-    code: Tensor  # code, scales: as for `dequantize_4bit`
-    scales: NestedScales
-    shape: torch.Size  # shape, dtype: of the dequantised stack
+    shape: torch.Size
     dtype: torch.dtype
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the stack in `dtype`."""
-        return dequantize_4bit(self.packed.view(-1), self.code, self.scales, _BLOCK, dtype).view(self.shape)
+    def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.dequantize(values, self.dtype)
 
 
-class Fp8Stack(NamedTuple):
-    """A stack in e4m3 with a scale for every row; dtype: of the dequantised stack."""
+class QuantisedStack(NamedTuple):
+    """A stack in NF4 (Dettmers et al. 2023, "QLoRA"), or in e4m3 with a scale for every row."""
 
     values: Tensor
-    scale: Tensor
-    dtype: torch.dtype
+    dequantizer: _Dequantizer
 
     @property
     def shape(self) -> torch.Size:
-        return self.values.shape
+        return self.dequantizer.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dequantizer.dtype
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the stack in `dtype`."""
-        rows = Fp8Rows(self.values.flatten(0, 1), self.scale.view(-1, 1))
-        return rows.dequantized(dtype).view(self.shape)
+        return self.dequantizer.dequantize(self.values, dtype)
 
 
-StoredStack = Tensor | Nf4Stack | Fp8Stack
-
-
-class _Nf4Dequantizer(nn.Module):
-    """Dequantise NF4, as a parametrization."""
-
+class _Nf4Dequantizer(_Dequantizer):
     code: Tensor
     values: Tensor
     scale_code: Tensor
@@ -80,45 +76,38 @@ class _Nf4Dequantizer(nn.Module):
         self.register_buffer("scale", state.state2.absmax)
         self.register_buffer("offset", state.offset)
 
-    def stored(self, packed: Tensor) -> Nf4Stack:
+    def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         scales = NestedScales(self.values, self.scale_code, self.scale, self.offset, self.group)
-        return Nf4Stack(packed, self.code, scales, self.shape, self.dtype)
-
-    def forward(self, packed: Tensor) -> Tensor:
-        return self.stored(packed).dequantized(self.dtype)
+        return dequantize_4bit(values.view(-1), self.code, scales, _BLOCK, dtype).view(self.shape)
 
 
-class _Fp8Dequantizer(nn.Module):
-    """Dequantise e4m3, as a parametrization."""
-
+class _Fp8Dequantizer(_Dequantizer):
     scale: Tensor
 
-    def __init__(self, scale: Tensor, dtype: torch.dtype):
+    def __init__(self, shape: torch.Size, scale: Tensor, dtype: torch.dtype):
         super().__init__()
-        self.dtype = dtype
+        self.shape, self.dtype = shape, dtype
         self.register_buffer("scale", scale)
 
-    def stored(self, values: Tensor) -> Fp8Stack:
-        return Fp8Stack(values, self.scale, self.dtype)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.stored(values).dequantized(self.dtype)
+    def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = Fp8Rows(values.flatten(0, 1), self.scale.view(-1, 1))
+        return rows.dequantized(dtype).view(self.shape)
 
 
-def get_stored_stack(experts: Any, name: str) -> StoredStack | None:
+def get_stored_stack(experts: Any, name: str) -> Tensor | QuantisedStack | None:
     """Return a module's stack as it is stored; None without one, or if a parametrization changes it."""
     if not is_parametrized(experts, name):
         weight = getattr(experts, name, None)
         return weight if isinstance(weight, nn.Parameter) else None
     chain = experts.parametrizations[name]
-    if len(chain) > 1 or not isinstance(chain[0], _Nf4Dequantizer | _Fp8Dequantizer):
+    if len(chain) > 1 or not isinstance(chain[0], _Dequantizer):
         return None
-    return chain[0].stored(chain.original)
+    return QuantisedStack(chain.original, chain[0])
 
 
 def is_quantised(experts: nn.Module) -> bool:
     """True if a module has a stack in 4 bits or in fp8."""
-    return any(isinstance(get_stored_stack(experts, name), Nf4Stack | Fp8Stack) for name in STACKS)
+    return any(isinstance(get_stored_stack(experts, name), QuantisedStack) for name in STACKS)
 
 
 def quantise_stacks(experts: nn.Module, kind: str) -> bool:
@@ -127,7 +116,7 @@ def quantise_stacks(experts: nn.Module, kind: str) -> bool:
     if any(weight.numel() % _BLOCK or weight.shape[-1] % 16 for weight in weights):
         return False
     for name, weight in zip(STACKS, weights, strict=True):
-        dequantizer: nn.Module
+        dequantizer: _Dequantizer
         if kind == "nf4":
             options: dict[str, Any] = {"blocksize": _BLOCK, "quant_type": "nf4", "compress_statistics": True}
             values, state = functional.quantize_4bit(weight.contiguous(), **options)
@@ -135,7 +124,8 @@ def quantise_stacks(experts: nn.Module, kind: str) -> bool:
         else:
             rows = quantize_rows(weight.flatten(0, 1))
             values = rows.values.view(weight.shape)
-            dequantizer = _Fp8Dequantizer(rows.scale.view(*weight.shape[:2], 1), weight.dtype)
+            scale = rows.scale.view(*weight.shape[:2], 1)
+            dequantizer = _Fp8Dequantizer(weight.shape, scale, weight.dtype)
         setattr(experts, name, nn.Parameter(values, requires_grad=False))
         register_parametrization(experts, name, dequantizer, unsafe=True)
     return True
