@@ -182,15 +182,6 @@ def test_no_socket_is_opened_with_a_local_model_and_data(demo_run):
         assert (folder / "out" / name).is_file()
 
 
-def test_a_socket_that_is_opened_is_noticed(folder):
-    """The test above can fail."""
-    done = run(
-        "import urllib.request\n"
-        + TRAIN.replace("from unsloth_pack", "urllib.request.urlopen('http://x.y')\nfrom unsloth_pack")
-    )
-    assert b"SOCKET" in done.stderr
-
-
 def files_with_secrets(folder):
     return [str(path) for path in folder.rglob("*") if path.is_file() and MARK in path.read_bytes()]
 

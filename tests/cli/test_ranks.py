@@ -147,7 +147,7 @@ def test_torchrun_hands_the_exit_code_on(tmp_path):
     assert done.returncode == 1
     told = json.loads(error_file.read_text())["message"]
     assert told["errorCode"] == 2
-    assert told["message"].startswith("max_steps is 0; ")
+    assert told["message"].startswith("unsloth-pack: max_steps is '0'; ")
     assert f"traceback : {told['message']}" in done.stderr
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from unsloth_pack.cli import main
-from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -60,36 +59,6 @@ def test_lora_plus_is_peft_s(train, groups):
     for group in theirs.param_groups:
         for parameter in group["params"]:
             assert groups[names[id(parameter)]] == (group["lr"], 0.0)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_groups_of_other_rates_are_adamw_s(fused):
-    """AdamW over one tensor, with groups of several rates and decays, gives torch's weights."""
-    torch.manual_seed(0)
-    start = [torch.randn(shape, dtype=torch.float64) for shape in ((4, 7), (3,), (7, 4), (5, 5), (2,))]
-
-    def made(kind):
-        parameters = [torch.nn.Parameter(x.clone()) for x in start]
-        groups = [
-            {"params": parameters[:2], "lr": 0.1, "weight_decay": 0.1},
-            {"params": parameters[2:3], "lr": 0.003, "weight_decay": 0.0},
-            {"params": parameters[3:], "lr": 0.03},
-        ]
-        return kind(groups, lr=0.05, fused=fused), parameters
-
-    (flat, ours), (plain, theirs) = made(FlatAdamW), made(AdamW)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (flat, plain)]
-    for _ in range(5):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        for optimizer in (flat, plain):
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-    assert flat.flat_weights()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def test_two_processes_share_the_stream_and_resume_it(model, lines, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"max_steps": None}, "streaming is set and max_steps is not"),
-        ({"sample_packing": "false"}, "sample_packing is false, but the documents of a stream are packed"),
+        ({"max_steps": None}, "streaming is true, which needs another option; give --max_steps"),
+        ({"sample_packing": "false"}, "sample_packing is false and streaming is true, which packs"),
         ({"dataset": "no/*.jsonl"}, "no/*.jsonl: no file matches it"),
     ],
 )

@@ -8,8 +8,7 @@ import struct
 import zlib
 from pathlib import Path
 
-import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 from refusals import Case
 from tiny_vision import encoded, picture, vision_config, vision_model, vision_processor
 
@@ -93,7 +92,6 @@ def answering(content, **columns):
 
 URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
 WIDE = picture(8, 8).convert("F")
-NAN = Image.fromarray(np.full((32, 32), np.nan, np.float32))
 PART = [{"type": "image", "image": PNG}]
 
 CASES = [

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -70,15 +69,6 @@ def edited(file: str, **values: Any) -> Damage:
     return damage
 
 
-def without(file: str, name: str) -> Damage:
-    def damage(folder: Path) -> None:
-        values = json.loads((folder / file).read_text())
-        del values[name]
-        (folder / file).write_text(json.dumps(values))
-
-    return damage
-
-
 def written(file: str, content: bytes | str) -> Damage:
     data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / file).write_bytes(data)
@@ -101,20 +91,6 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object], file: str = "mo
         weights = load_file(folder / file)
         change(weights)
         save_file(weights, folder / file, metadata={"format": "pt"})
-
-    return damage
-
-
-def lying_header(change: Callable[[dict[str, Any]], object], file: str = "model.safetensors") -> Damage:
-    """The header of a safetensors file, changed; the bytes of the tensors stay."""
-
-    def damage(folder: Path) -> None:
-        data = (folder / file).read_bytes()
-        (size,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + size])
-        change(header)
-        encoded = json.dumps(header).encode()
-        (folder / file).write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
 
     return damage
 
@@ -210,38 +186,6 @@ TOKENIZERS = {
 }
 
 
-def renamed(old: str, new: str) -> Damage:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name in list(weights):
-            weights[name.replace(old, new)] = weights.pop(name)
-
-    return tensors(change, "adapter_model.safetensors")
-
-
-def in_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    return tensors(change, "adapter_model.safetensors")
-
-
-def first(weights: dict[str, torch.Tensor]) -> str:
-    return min(name for name in weights if "lora_A" in name)
-
-
-def of_another_base(**overrides: Any) -> Damage:
-    """The base model that the adapter names is replaced by one of other sizes."""
-
-    def damage(folder: Path) -> None:
-        save_model(folder.parent / "other", **overrides)
-        edited("adapter_config.json", base_model_name_or_path=str(folder.parent / "other"))(folder)
-
-    return damage
-
-
-def in_a_circle(folder: Path) -> None:
-    shutil.copytree(folder, folder.parent / "second")
-    edited("adapter_config.json", base_model_name_or_path="second")(folder)
-    edited("adapter_config.json", base_model_name_or_path="own")(folder.parent / "second")
-
-
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = [
     of_adapter("an unknown kind", "cannot be read", edited(ADAPTER_CONFIG, peft_type="FROB")),
@@ -269,12 +213,14 @@ ADAPTERS = [
     of_adapter("pickled", "pickled", pickled_adapter),
     of_adapter("rank of another", "cannot load the adapter.*size mismatch", edited(ADAPTER_CONFIG, r=8)),
     of_adapter(
-        "a matrix missing", "cannot load the adapter", in_adapter(lambda weights: weights.pop(first(weights)))
+        "a matrix missing",
+        "cannot load the adapter",
+        tensors(lambda weights: weights.pop(min(weights)), "adapter_model.safetensors"),
     ),
     of_adapter(
         "NaN",
         "not finite",
-        in_adapter(lambda weights: weights[first(weights)].view(-1)[:1].fill_(float("nan"))),
+        tensors(lambda weights: weights[min(weights)].fill_(float("nan")), "adapter_model.safetensors"),
     ),
     Case(
         "adapter: pickled, merged",

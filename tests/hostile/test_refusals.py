@@ -65,18 +65,6 @@ def test_lines_of_10_megabytes_are_read_whole(place):
         assert load_rows(name)["text"][:] == [text, "end"]
 
 
-def test_the_same_file_by_three_names_trains(place):
-    """As itself, as a link and in another script: each is a data set of its own."""
-    (place / "字.jsonl").symlink_to("few.jsonl")
-    sets = '["few.jsonl", "字.jsonl", {"path": "./few.jsonl", "weight": 2, "limit": 3}]'
-    assert main(train(dataset=sets, eval_fraction=0.3)) == 0
-    lines = [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
-    (data,) = [line for line in lines if line["kind"] == "data" and line["use"] == "train"]
-    assert [part["documents"] for part in data["data_sets"]] == [8, 8, 3]
-    held = [part["held_out"] for part in data["data_sets"]]
-    assert held[0] == held[1] > 0  # equal documents stay together
-
-
 def test_names_of_any_length_make_a_folder_that_can_be(place, monkeypatch):
     """The default output_dir is named after the model and the data."""
     (place / "data").mkdir()
