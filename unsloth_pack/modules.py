@@ -57,12 +57,6 @@ class ModuleWalk:
     def __init__(self, modules: Sequence[tuple[str, nn.Module]] = ()) -> None:
         self.modules = modules
         self.each = [module for _, module in modules]
-        # By path, with the dict of its module and its name there
-        self.parameters = [
-            (f"{name}.{key}" if name else key, module._parameters, key)
-            for name, module in modules
-            for key in module._parameters
-        ]
         self.n_parameters: dict[bool, int] = {}  # without embeddings, or with them
         children = [module._modules for module in self.each]
         holders = [module._parameters for module in self.each]
@@ -120,22 +114,6 @@ class ListedModules(nn.Module):
             if remove_duplicate:
                 memo.add(module)
             yield f"{prefix}.{name}" if prefix and name else prefix or name, module
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `torch.nn.Module.named_parameters`."""
-        if not recurse or not self.module_walk.is_current(self):
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
-            return
-        seen = set()
-        for name, parameters, key in self.module_walk.parameters:
-            parameter = parameters[key]
-            if parameter is None or id(parameter) in seen:
-                continue
-            if remove_duplicate:
-                seen.add(id(parameter))
-            yield f"{prefix}.{name}" if prefix else name, parameter
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As `torch.nn.Module.parameters`."""

@@ -194,7 +194,7 @@ class RunReport:
         documents, tokens = packer.buffer_size, packer.buffer_tokens
         return [
             ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
-            *lines_of_parts(train.parts, self._options.mixture),
+            *lines_of_parts(train.parts),
             ("first rows", ledger_line(train.ledger)),
             ("loss on", f"in the first rows: {loss_line(train.ledger)}"),
             ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),

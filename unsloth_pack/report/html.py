@@ -237,12 +237,14 @@ def page_of(
     for line in lines:
         by_kind.setdefault(line["kind"], []).append(line)
     (config,), summary = by_kind["config"], by_kind["summary"][-1]
-    model = _text(config["options"].get("model_name", ""))
+    model, drawn_lengths = _text(config["options"].get("model_name", "")), ""
+    if lengths is not None:
+        drawn_lengths = _svg("lengths", lambda: draw_lengths(lengths, max_length, 10, 2.8))
     sections = {
         "Over the run": _svg("curves", lambda: draw_curves(by_kind.get("log", []))),
         "Held-out rows": _answers(by_kind["demo"][-1]) if "demo" in by_kind else "",
-        "Lengths of documents": _lengths(lengths, max_length),
-        "A packed row": _row(row),
+        "Lengths of documents": drawn_lengths,
+        "A packed row": _row(row) if row is not None else "",
         "Where the tokens went": _table(summary["ledger"]),
         "Summary": _table({k: v for k, v in summary.items() if k not in ("kind", "ledger")}),
         "Patch": _table(
@@ -291,15 +293,7 @@ def _answers(demo: Mapping[str, Any]) -> str:
     return f'{_note(scores)}<table class="answers">{body}</table>'
 
 
-def _lengths(lengths: np.ndarray | None, max_length: int) -> str:
-    if lengths is None:
-        return _note("The data streams, so the lengths of all documents are not known.")
-    return _svg("lengths", lambda: draw_lengths(lengths, max_length, 10, 2.8))
-
-
-def _row(row: PackedRowSeen | None) -> str:
-    if row is None:
-        return _note("Rows stream, or are not packed.")
+def _row(row: PackedRowSeen) -> str:
     legend = (
         f"{len(row.lengths)} documents of {', '.join(map(str, row.lengths))} tokens. Lines are their "
         "boundaries, which no token sees across. Dark tokens count in the loss: "

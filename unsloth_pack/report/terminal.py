@@ -215,19 +215,17 @@ def print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
     console.print(table)
 
 
-def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[Line]:
-    """Say the share of each data set of a mixture, which streams in way `how`, and its unused columns."""
+def lines_of_parts(parts: Sequence[Part]) -> list[Line]:
+    """Say the share of each data set of a mixture, and which of its columns are not used."""
     are_weighted = len(parts) > 1 or any(part.weight != 1 for part in parts)
-    mixture = [("mixture", f"{part.name}: {_share(part, parts, how)}") for part in parts if are_weighted]
+    mixture = [("mixture", f"{part.name}: {_share(part, parts)}") for part in parts if are_weighted]
     unused = [(part.name, ", ".join(part.unused_columns)) for part in parts if part.unused_columns]
     return mixture + [("not used", f"{name}: {columns}") for name, columns in unused]
 
 
-def _share(part: Part, parts: Sequence[Part], how: str) -> str:
-    if part.documents is None and how == "concatenate":
-        return f"read {part.weight:g} times in a pass"
-    if part.documents is None:
-        return f"weight {part.weight:g}, {part.weight / sum(each.weight for each in parts):.1%} of the rows"
+def _share(part: Part, parts: Sequence[Part]) -> str:
+    if part.documents is None:  # it streams
+        return f"weight {part.weight:g}"
     total = sum(each.trained_tokens for each in parts)
     held_out = f", {part.held_out:,} held out" if part.held_out else ""
     return (
