@@ -192,17 +192,6 @@ def test_a_step_that_python_keeps_busy_is_not_captured(decoder):
     assert graphs.why_not == why  # from the first row on
 
 
-def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):
-    machine = Machine(free=15)
-    graphs = graphs_on(machine)
-    assert steps(graphs, decoder, machine, 5, 0.02, 0.005, keeps=8) == [None] * 5
-    why = "graphs would hold 8.0 GiB beside the 8.0 GiB of a step, and 15.0 GiB are free"
-    assert str(graphs) == f"not captured: {why}"
-    machine.bytes_in_all = 80 * GIB  # another process has ended
-    assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == ["replayed"]
-    assert graphs.why_not is None
-
-
 class Slow(DeviceTimer):
     """A device that computes ten times as long as it is launched for."""
 

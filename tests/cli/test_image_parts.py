@@ -70,14 +70,3 @@ def test_parts_learn_at_rates_of_their_own(place, tmp_path):
         for part, key in {"tower": "visual.blocks", "decoder": "language_model"}.items()
     }
     assert moved["tower"] > 5 * moved["decoder"] > 0
-
-
-def test_full_tuning_leaves_the_tower_as_it_was(place, tmp_path):
-    before, _ = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    arguments = [each for each in flags(place, tmp_path / "out", "--tuning=full") if each not in ("--r", "4")]
-    assert main(arguments) == 0
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    for name, weight in before.named_parameters():
-        is_tower = "visual" in name and "merger" not in name
-        assert torch.equal(after[name], weight) == is_tower, name
-    assert (tmp_path / "out" / "processor_config.json").is_file()

@@ -116,30 +116,6 @@ def test_doctor_on_private_names(fine, monkeypatch, capsys):
     assert lines["of torch"] == (f"2 are used, {gone}", remedy)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "found", "remedy"),
-    [
-        ("UNSLOTH_PACK_ATTN", "sdpa", "sdpa: overrides", ""),
-        ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
-        ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, triton, flash, xformers, sdpa"),
-    ],
-)
-def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, capsys):
-    monkeypatch.setenv(name, value)
-    code, lines = doctor(capsys)
-    assert code == bool(remedy)
-    assert found in lines[name][0]
-    assert remedy in lines[name][1]
-
-
-def test_doctor_on_versions(fine, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2"), "no-such": ("1", "2")})
-    code, lines = doctor(capsys)
-    assert code == 1
-    assert lines["torch"][1] == "pip install 'torch>=0.1,<0.2'"
-    assert lines["no-such"] == ("missing", "pip install 'no-such>=1,<2'")
-
-
 def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no kernel image")

@@ -4,36 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-from image_runs import flags, make_place, prepared, rows_of, train, without_folder
+from image_runs import flags, make_place, train, without_folder
 from safetensors.torch import load_file
 from tiny_tiles import FAMILIES, save_tile_model
 
-from unsloth_pack import FastVisionModel, VisionDataCollator
 from unsloth_pack.cli import main
-from unsloth_pack.training.image_rows import COLUMN
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def place(request, tmp_path_factory):
     return make_place(tmp_path_factory.mktemp(request.param), partial(save_tile_model, name=request.param))
-
-
-def test_documents_are_what_the_collator_of_notebooks_makes(place, tmp_path):
-    made = prepared(place, tmp_path, "--sample_packing=false", "--max_seq_length=2048")
-    model, processor = FastVisionModel.from_pretrained(str(place / "model"), 2048, "float32")
-    notebook, collate = (
-        VisionDataCollator(model, processor, image_folder=place / "seen"),
-        made.images.collator(),
-    )
-    rows = made.train.rows.rename_column("images", COLUMN)
-    assert len(rows) == len(rows_of(place))
-    for row, given in zip(rows, rows_of(place), strict=True):
-        batch, wanted = collate.on_device(collate([row])), notebook([given])
-        assert {*batch} - {"packed_row"} <= {*wanted}
-        assert {*wanted} - {*batch} <= {"packed_seq_lengths"}
-        for name in {*batch} & {*wanted} - {"packed_row"}:
-            is_equal = torch.equal if torch.is_tensor(wanted[name]) else list.__eq__
-            assert is_equal(batch[name], wanted[name]), name
 
 
 def test_packed_rows_train(place, tmp_path):

@@ -240,24 +240,6 @@ def test_resume_refuses_other_evaluation_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--overwrite_output_dir"])
-def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_path, monkeypatch, capsys):
-    log, codes = MetricsFile.on_log, []
-
-    def log_and_start_another(self, args, state, control, **more):
-        log(self, args, state, control, **more)
-        if state.global_step == 2 and not codes:
-            codes.append(None)
-            given = ["--output_dir", str(tmp_path / "out")]
-            codes.append(main([flag, *given]) if flag == "--resume" else train(flag))
-
-    monkeypatch.setattr(MetricsFile, "on_log", log_and_start_another)
-    assert train(save_steps=1) == 0
-    assert codes == [None, 2]
-    assert "is in use by another run; wait for its end" in capsys.readouterr().err
-    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4]
-
-
 def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, tmp_path):
     out = finished
     (out / "checkpoint-2").rename(tmp_path / "moved")
@@ -267,36 +249,6 @@ def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, t
     assert list(losses(out)) == [1]
     assert not list(out.glob("checkpoint-*"))
     assert (tmp_path / "moved" / "trainer_state.json").is_file()
-
-
-def test_links_in_the_output_folder_are_replaced_and_not_written_through(train, tmp_path):
-    out, theirs = tmp_path / "out", tmp_path / "theirs"
-    for folder in (out, theirs, theirs / "folder"):
-        folder.mkdir()
-    (theirs / "file").write_text("precious")
-    for name in ("README.md", "loss.png", "adapter_model.safetensors", ".metrics.jsonl.aside"):
-        (out / name).symlink_to(theirs / "file")
-    for name in (".saving", "checkpoint-1"):
-        (out / name).symlink_to(theirs / "folder")
-    (out / "checkpoint-2").symlink_to(theirs / "gone")
-    assert train("--overwrite_output_dir", save_steps=1, max_steps=2) == 0
-    assert not [path for path in out.rglob("*") if path.is_symlink()]
-    left = {path.name for path in out.iterdir()}
-    assert left >= {"loss.png", "adapter_model.safetensors", "checkpoint-1", "checkpoint-2"}
-    assert (theirs / "file").read_text() == "precious"
-    assert sorted(theirs.rglob("*")) == [theirs / "file", theirs / "folder"]
-
-
-def test_responses_only(train, tmp_path):
-    turns = [{"from": "human", "value": "question"}, {"from": "gpt", "value": "yes"}] * 2
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"conversations": turns}) + "\n")
-    counted = {}
-    for flag in ("true", "false"):
-        folder = tmp_path / flag
-        assert train(dataset=chat, output_dir=folder, train_on_responses_only=flag, max_steps=1) == 0
-        counted[flag] = read_metrics(folder)["data"][0]["ledger"]["tokens_counted"]
-    assert counted["true"] == 2 * len("yes.") < counted["false"]
 
 
 def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):

@@ -360,25 +360,6 @@ def test_what_cannot_be_saved_here_says_what_to_do(method, options, says, folder
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"push_to_hub": True}, "push_to_hub is True, .* call push_to_hub_merged"),
-        ({"max_shard_size": "2GB"}, "max_shard_size is '2GB', .* leave it out"),
-        ({"shards": 2}, "does not take shards"),
-    ],
-)
-def test_further_arguments_of_saving(given, says, folder):
-    model, tokenizer = loaded(folder)
-    for save in (model.save_pretrained_merged, model.push_to_hub_merged):
-        with pytest.raises(InputError, match=says):
-            save("out", tokenizer, **given)
-    assert os.listdir() == []
-    nothing = {"push_to_hub": False, "token": "", "max_shard_size": "5GB", "maximum_memory_usage": 0.7}
-    model.save_pretrained_merged("out", tokenizer, safe_serialization=True, tags=None, **nothing)
-    assert "model.safetensors" in os.listdir("out")
-
-
 # ---- data without a token to learn
 
 
