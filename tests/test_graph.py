@@ -251,7 +251,8 @@ def test_which_forms_are_captured(held_up, monkeypatch):
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
-        bucket = graphs._bucket_for(None, PackedRow.of_lengths(lengths, CPU), False)
+        row = PackedRow.of_lengths(lengths, CPU)
+        bucket = graphs._bucket_for(None, row, ShapeBucket.of(row))
         return None if bucket is None else graphs._graphs[bucket]
 
     assert [graphs_for(1000) for _ in range(3)] == [None, None, 1024]

@@ -83,16 +83,13 @@ class StepGraphs(GraphCache):
         may_begin = self._is_trusted and self.why_never is None
         if not may_begin or not decoder.training or not torch.is_grad_enabled():
             return None
-        embedded = EmbeddedShape.of(inputs)
-        bucket = ShapeBucket.of(row, router_logits, embedded)
-        nearest = self._nearest(row, router_logits, embedded)
-        if nearest is None or nearest.tokens > WASTE_ALLOWED * bucket.tokens:
-            return None
-        if self._memory.is_awaited:
+        bucket = ShapeBucket.of(row, router_logits, EmbeddedShape.of(inputs))
+        nearest = self._nearest(row, bucket)
+        if nearest is None or nearest.tokens > WASTE_ALLOWED * bucket.tokens or self._memory.is_awaited:
             return None
         captured = self._graphs[nearest]
         with _device_of(inputs):
-            with self._trials[embedded].replay(nearest.tokens, row.device):
+            with self._trials[bucket.embedded].replay(nearest.tokens, row.device):
                 tensors = captured.launch(row, inputs)
             if not self._is_unchanged(decoder):
                 self._is_trusted = False
@@ -119,16 +116,15 @@ class StepGraphs(GraphCache):
         self._on_trial = None
         if self.why_never is not None or not torch.is_grad_enabled():
             return None
-        embedded = EmbeddedShape.of(inputs)
-        if decoder.training and not self._graphs:  # spares the look at the decoder if no graphs are needed
-            own_bucket = ShapeBucket.of(row, router_logits, embedded)
-            if self._needs_no_graphs(own_bucket):
-                self._on_trial = own_bucket
-                return None
+        own = ShapeBucket.of(row, router_logits, EmbeddedShape.of(inputs))
+        # Spares the look at the decoder if no graphs are needed
+        if decoder.training and not self._graphs and self._needs_no_graphs(own):
+            self._on_trial = own
+            return None
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._start_over(decoder)
-        self.why_not = state.why_not_captured() or self._why_not_row(row, embedded, state)
+        self.why_not = state.why_not_captured() or self._why_not_row(row, own.embedded, state)
         if self.why_not is not None:
             return None
         if not state.dropout_matches():  # compared last: evaluation and probes turn it off for a while
@@ -137,12 +133,12 @@ class StepGraphs(GraphCache):
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         with _device_of(inputs):  # a capture uses the current device, which may be another
-            bucket = self._bucket_for(decoder, row, router_logits, embedded)
+            bucket = self._bucket_for(decoder, row, own)
             if bucket is None:
                 return None
             self._is_trusted = True
             captured = self._graphs[bucket]
-            with self._trials[embedded].replay(bucket.tokens, row.device):
+            with self._trials[own.embedded].replay(bucket.tokens, row.device):
                 tensors = captured.launch(row, inputs)
             return captured.output(row, tensors)
 
@@ -170,17 +166,12 @@ class StepGraphs(GraphCache):
         return self._state
 
     def _bucket_for(
-        self,
-        decoder: CapturableDecoder,
-        row: PackedRow,
-        router_logits: bool,
-        embedded: EmbeddedShape | None = None,
+        self, decoder: CapturableDecoder, row: PackedRow, bucket: ShapeBucket
     ) -> ShapeBucket | None:
         """Capture the row's own shape, or return one that fits: padding costs less than launches."""
-        bucket = ShapeBucket.of(row, router_logits, embedded)
         self._buckets_seen.add(bucket)
         self._rows_seen[bucket.tokens, bucket.kind] += 1
-        nearest = self._nearest(row, router_logits, embedded)
+        nearest = self._nearest(row, bucket)
         is_common = self._rows_seen[bucket.tokens, bucket.kind] > ROWS_BEFORE_CAPTURE
         if nearest is None:
             self._on_trial = bucket
@@ -198,11 +189,9 @@ class StepGraphs(GraphCache):
             self.why_not = None
         return nearest
 
-    def _nearest(
-        self, row: PackedRow, router_logits: bool, embedded: EmbeddedShape | None
-    ) -> ShapeBucket | None:
-        """Return the smallest captured shape that fits a row."""
-        holding = [bucket for bucket in self._graphs if bucket.holds(row, router_logits, embedded)]
+    def _nearest(self, row: PackedRow, own: ShapeBucket) -> ShapeBucket | None:
+        """Return the smallest captured shape that fits a row with a shape of its own."""
+        holding = [bucket for bucket in self._graphs if bucket.holds(row, own.router_logits, own.embedded)]
         return min(holding, key=lambda bucket: bucket.size, default=None)
 
     def _is_worth_it(self, bucket: ShapeBucket, device: torch.device) -> bool:
