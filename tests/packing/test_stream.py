@@ -49,6 +49,7 @@ def test_nothing_is_lost_split_or_overfull(strategy):
     tokens = sum(len(e["input_ids"]) for e in source)
     counts = stream.counts
     assert (counts.examples, counts.documents, counts.tokens, counts.packs) == (500, 500, tokens, len(packs))
+    assert stream.consumed == 0  # at the begin again
 
 
 # ---- when packs go out
