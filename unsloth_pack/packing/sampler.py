@@ -97,11 +97,10 @@ class PackedSampler:
             attention_weight * self.squares / self.squares.mean()
             + (1 - attention_weight) * self.tokens / self.tokens.mean()
         )
-        self.vision = None if vision_work is None else np.asarray(vision_work, np.float64)
-        if self.vision is not None:
-            if len(self.vision) != len(self.cost) or not (self.vision >= 0).all():
-                raise InputError(f"vision_work needs a number from 0 for each of the {len(self.cost)} rows")
-            self.cost += (1 - attention_weight) * self.vision / self.tokens.mean()
+        self.vision = np.zeros(len(self.cost)) if vision_work is None else np.asarray(vision_work, np.float64)
+        if len(self.vision) != len(self.cost) or not (self.vision >= 0).all():
+            raise InputError(f"vision_work needs a number from 0 for each of the {len(self.cost)} rows")
+        self.cost += (1 - attention_weight) * self.vision / self.tokens.mean()
         if drop_last and len(self.cost) < self.window:
             raise InputError(
                 f"{len(self.cost)} rows do not fill a window of {world_size} ranks with {rows_per_rank} rows "
@@ -158,10 +157,8 @@ class PackedSampler:
         return np.array(ranks, np.int64).reshape(self.world_size, -1)
 
     def dealt_in_turn(self) -> np.ndarray:
-        """`[rows]` int64: an order that gives every rank its rows when micro-batches are dealt out in turn.
-
-        This is how accelerate deals out a loader's batches: the first to rank 0, the second to rank 1, ...
-        """
+        """`[rows]` int64: an order that gives every rank its rows when micro-batches are dealt out in turn,
+        as accelerate does with a loader's batches: the first to rank 0, the second to rank 1, ..."""
         if self.world_size == 1:
             return self.assignment()[0]
         return self.assignment().reshape(self.world_size, -1, self.batch_size).transpose(1, 0, 2).reshape(-1)
@@ -177,8 +174,7 @@ class PackedSampler:
             return float(np.ptp(sums) / sums.mean()) if sums.any() else 0.0
 
         waiting = float(1 - by_window.mean(axis=0).sum() / slowest) if slowest else 0.0
-        on_images = 0.0 if self.vision is None else relative(self.vision)
-        return CostSpread(relative(self.squares), relative(self.tokens), waiting, on_images)
+        return CostSpread(relative(self.squares), relative(self.tokens), waiting, relative(self.vision))
 
     def state_dict(self, rows_done: int | None = None) -> dict[str, object]:
         """The position in this epoch.
@@ -202,17 +198,12 @@ class PackedSampler:
         self.epoch, self._start, self._done = state["epoch"], state["done"], state["done"]
 
     def _settings(self) -> dict[str, object]:
-        costs = (self.tokens, self.squares, *(() if self.vision is None else (self.vision,)))
-        return {
-            "world_size": self.world_size,
-            "rows_per_rank": self.rows_per_rank,
+        costs = (self.tokens, self.squares, *([self.vision] if self.vision.any() else []))
+        names = "world_size rows_per_rank seed shuffle drop_last attention_weight"
+        return {name: getattr(self, name) for name in names.split()} | {
             "rows": len(self.cost),
             "tokens": int(self.tokens.sum()),
             "lengths": hashlib.sha256(b"".join(each.tobytes() for each in costs)).hexdigest()[:16],
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "attention_weight": self.attention_weight,
         }
 
     def _windows(self) -> list[np.ndarray]:
@@ -226,8 +217,9 @@ class PackedSampler:
 
 def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """`[rows]` int64 each: the tokens, and the sum of squared document lengths."""
-    sizes = list(map(len, seq_lengths))
-    lengths = as_lengths(list(chain.from_iterable(seq_lengths))).astype(np.int64)
+    rows = list(seq_lengths)
+    sizes = list(map(len, rows))
+    lengths = as_lengths(list(chain.from_iterable(rows))).astype(np.int64)
     if not sizes or min(sizes) == 0 or not lengths.any():
         shown = reprlib.repr(seq_lengths)
         raise InputError(f"seq_lengths are {shown}; give the document lengths of every row, as [[5, 3], [8]]")
@@ -237,10 +229,7 @@ def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.nda
 
 def _even_shares(costs: list[float], shares: int, size: int) -> list[tuple[float, list[int]]]:
     """Deal positions of `costs` into `shares` of `size` each: the costliest left goes to the cheapest share.
-
-    Returns:
-        `(cost, positions)` of each share, the costliest first.
-    """
+    Returns `(cost, positions)` of each share, the costliest first."""
     open_shares: list[tuple[float, int, list[int]]] = [(0.0, i, []) for i in range(shares)]
     done: list[tuple[float, list[int]]] = []
     for position in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):

@@ -68,14 +68,14 @@ def _weights_of_a_token(model: PreTrainedModel) -> Iterator[tuple[str, float, bo
             yield "decoder", weight.numel() * n_chosen / len(weight), weight.requires_grad
 
 
-def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageFamily) -> np.ndarray | None:
+def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageFamily) -> np.ndarray:
     """Estimate the tower's time for each row's images, `[rows]` float64, in tokens of text of the same time.
 
     Multiplications are counted: those of a patch in the linear layers of the tower and with the patches
-    that it attends to, by those of a token in the linear layers of the decoder. None where no row has images.
+    that it attends to, by those of a token in the linear layers of the decoder.
     """
     a_patch, an_attended = _work_of_a_patch(model)
-    work, has_images = [], False
+    work = []
     for table in scan(rows, [column], _N_ROWS):
         array = table[column].combine_chunks()
         row_of, images = pc.list_parent_indices(array).to_numpy(), array.flatten()
@@ -88,8 +88,7 @@ def vision_work(rows: Dataset, column: str, model: PreTrainedModel, make: ImageF
             patches, attended = make.seen(tokens, (height, width), siblings)
             of_image[place] = patches * (a_patch + attended * an_attended)
         work.append(np.bincount(row_of, of_image, minlength=len(table)))
-        has_images = has_images or bool(len(images))
-    return np.concatenate(work) if has_images else None
+    return np.concatenate(work)
 
 
 def _work_of_a_patch(model: PreTrainedModel) -> tuple[float, float]:
