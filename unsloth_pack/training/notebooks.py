@@ -143,12 +143,10 @@ def _configuration(args: TrainingArguments | None, more: Mapping[str, object]) -
         config: trl.SFTConfig = SFTConfig(output_dir="trainer_output")
     elif isinstance(args, trl.SFTConfig):
         config = copy.copy(args)
-    elif isinstance(args, TrainingArguments):
+    else:
         names = {each.name for each in fields(SFTConfig) if each.init}
         values = {name: value for name, value in args.to_dict().items() if name in names}
         config = SFTConfig(**values | {"hub_token": args.hub_token})
-    else:
-        raise InputError(f"args is a {type(args).__name__}; give an SFTConfig or TrainingArguments")
     for name, value in more.items():
         if value is not None:
             setattr(config, "max_length" if name == "max_seq_length" else name, value)

@@ -83,8 +83,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
             buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
             by_document=[IMAGES] if documents.has_images else [],
         )
-        self._last = self._stand(0, Place(), SpanCounts())
-        self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
+        begin = Stand(0, Place(), SpanCounts(), self.packer.state_dict())
+        self._stands: deque[Stand] = deque([begin], maxlen=ahead + 2)  # of the last rows
 
     def has_failed(self) -> bool:
         return self.error is not None
@@ -92,7 +92,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Generator[dict[str, Any]]:
         """Yield the rows after the last one that was given out."""
         blocks = self._blocks()
-        tally, place, rows = self._last.tally, self._last.place, self._last.rows
+        last = self._stands[-1]
+        tally, place, rows = last.tally, last.place, last.rows
         while True:
             while self.packer.ready < self.ahead and self.error is None:
                 try:
@@ -109,8 +110,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
             if row is None:
                 raise RunStopped(str(self.error)) from self.error
             rows += 1
-            self._last = self._stand(rows, place, tally)
-            self._stands.append(self._last)
+            self._stands.append(Stand(rows, place, tally, self.packer.state_dict()))
             row |= {name: row[name].astype(np.int64) for name in _COLUMNS}
             if (images := row.pop(IMAGES, None)) is not None:
                 row[COLUMN] = [one | {DOCUMENT: n} for n, of_one in enumerate(images) for one in of_one]
@@ -152,14 +152,11 @@ class RowStream(IterableDataset[dict[str, Any]]):
         groups = _grouped(tensors)
         self.packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = SpanCounts(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
-        self._last = self._stand(about["rows"], Place(**about["place"]), tally)
-        self._stands.append(self._last)
-
-    def _stand(self, rows: int, place: Place, tally: SpanCounts) -> Stand:
-        return Stand(rows, place, tally, self.packer.state_dict())
+        place = Place(**about["place"])
+        self._stands.append(Stand(about["rows"], place, tally, self.packer.state_dict()))
 
     def _blocks(self) -> Iterator[DocumentBlock]:
-        source = _Blocks(self.documents, self._last.place, self.share)
+        source = _Blocks(self.documents, self._stands[-1].place, self.share)
         options: dict[str, Any] = {}
         if self.n_workers:
             can_fork = "fork" in multiprocessing.get_all_start_methods()
