@@ -22,23 +22,27 @@ def leaf(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.detach().to(dtype or x.dtype).contiguous().clone().requires_grad_(x.requires_grad)
 
 
-def assert_no_worse(fn, plain, inputs: Sequence[Tensor], g_out: Tensor, *options, exact=None) -> None:
+def assert_no_worse(
+    fn, plain, inputs: Sequence[Tensor], g_out: Tensor, *options, exact=None, has_oracle: bool = True
+) -> None:
     """The largest error of each of fn's results against float64 is at most that of the plain path in the
     inputs' dtypes, plus one float32 unit in the last place of the largest value: both round last to the same
-    dtype, and what they round may differ by so much. `exact` is plain, unless plain cancels in float64."""
+    dtype, and what they round may differ by so much. `exact` is plain, unless plain cancels in float64.
+
+    In float64 fn is its oracle, and agrees with the truth."""
+    wide = [leaf(x, torch.float64) for x in inputs], leaf(g_out, torch.float64)
     ours = run(fn, inputs, g_out, *options)
     theirs = run(plain, [leaf(x) for x in inputs], leaf(g_out), *options)
-    truth = run(
-        exact or plain, [leaf(x, torch.float64) for x in inputs], leaf(g_out, torch.float64), *options
-    )
+    truth = run(exact or plain, *wide, *options)
+    oracle = run(fn, *wide, *options) if has_oracle else truth
     assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
-    for i, (x, y, t) in enumerate(zip(ours, theirs, truth, strict=True)):
+    for i, (x, y, o, t) in enumerate(zip(ours, theirs, oracle, truth, strict=True)):
         if t.numel():
-            error, yardstick = ((r.double() - t).abs().max().item() for r in (x, y))
-            slack = torch.finfo(torch.float32).eps * t.abs().max().item()
-            assert error <= yardstick + slack, (
-                f"result {i}: {error:.3e} against {yardstick:.3e} of plain torch"
-            )
+            error, yardstick, of_oracle = ((r.double() - t).abs().max().item() for r in (x, y, o))
+            largest = t.abs().max().item()
+            limit = yardstick + torch.finfo(torch.float32).eps * largest
+            assert error <= limit, f"result {i}: {error:.3e} against {yardstick:.3e} of plain torch"
+            assert of_oracle <= 1e-10 * largest, f"result {i} of the oracle: {of_oracle:.3e}"
 
 
 def assert_same(ours: Results, theirs: Results) -> None:

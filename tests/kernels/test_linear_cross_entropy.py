@@ -16,7 +16,7 @@ from head_cases import leaves, make, plain_logits
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
+from unsloth_pack.kernels import LabelledRows, linear_cross_entropy, reference
 
 pytest.importorskip("triton")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -53,6 +53,8 @@ def check(tensors, labels, slack=1.25, **options) -> None:
     ours = run(linear_cross_entropy, tensors, labels, **options)
     theirs = run(plain, leaves(tensors), labels, **options)
     truth = run(plain, leaves(tensors, FP64), labels, **options)
+    oracle = run(reference.linear_cross_entropy, leaves(tensors, FP64), labels, **options)
+    torch.testing.assert_close(oracle, truth, rtol=1e-9, atol=1e-12)
     assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
     granted = max(torch.finfo(tensors[0].dtype).eps / 8, 4 * torch.finfo(FP32).eps)
     for i, (x, y, t) in enumerate(zip(ours, theirs, truth, strict=True)):

@@ -117,7 +117,9 @@ def test_sums_are_no_less_exact(dtype, offset):
         return plain_joined(x, added + rounding, weight, eps, offset)
 
     g_out = torch.cat([torch.randn_like(g_out), g_out], dim=-1)
-    assert_no_worse(joined, plain_joined, [x, added, weight], g_out, EPS, offset, exact=exact)
+    assert_no_worse(
+        joined, plain_joined, [x, added, weight], g_out, EPS, offset, exact=exact, has_oracle=False
+    )
 
 
 @pytest.mark.parametrize(("dtype", "added_dtype"), [(BF16, BF16), (FP32, BF16), (BF16, FP32)])

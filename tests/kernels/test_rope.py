@@ -95,7 +95,8 @@ def check(inputs: Inputs) -> list[Tensor]:
     dtype, tensors = inputs.q.dtype, (inputs.q, inputs.k, *inputs.g_outs)
     before = [x.detach().clone() for x in tensors]
     ours, plain = run(rope_qk, inputs), run(plain_rope_qk, inputs.copy())
-    truth = run(plain_rope_qk, inputs.copy(torch.float64))
+    truth, oracle = (run(fn, inputs.copy(torch.float64)) for fn in (plain_rope_qk, rope_qk))
+    torch.testing.assert_close(oracle, truth, rtol=1e-9, atol=1e-12)
     assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in plain]
     slack = torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
     for i, (x, y, t) in enumerate(zip(ours, plain, truth, strict=True)):

@@ -84,6 +84,7 @@ def assert_no_worse_than_eager(inputs: Inputs) -> None:
     ours = run(inputs)
     assert [x.dtype for x in ours] == [inputs.q.dtype] * len(ours)
     truth, theirs = run(inputs, eager, torch.float64), run(inputs, eager)
+    torch.testing.assert_close(run(inputs, dtype=torch.float64), truth, rtol=1e-9, atol=1e-12)  # the oracle
     assert [x.shape for x in ours] == [x.shape for x in truth]
     slack = 1.5 if inputs.q.dtype == torch.float32 else 1.0
     of_g_product = 2 * torch.finfo(torch.float32).eps * size_of_g_product(inputs)
