@@ -9,7 +9,6 @@ import pytest
 import torch
 from largest import Largest
 from tiny import DEVICE, error, tiny_config, tiny_model
-from torch.nn import functional as F
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import (
@@ -32,7 +31,7 @@ from unsloth_pack.run.validate import check_backend
 ROWS = {
     "mixed": (1, 2, 31, 32, 33, 127, 128, 129),
     "one document": (300,),
-    "many short": tuple(1 + i % 3 for i in range(1000)),
+    "many short": tuple(1 + i % 3 for i in range(200)),
     "past the window's block": (700, 5, 600),
     "as long as the window and one longer": (7, 7, 8),
 }
@@ -62,20 +61,6 @@ def written_out(q_NHD, k_NKD, v_NKD, lengths, options):
     return torch.cat(outs)
 
 
-def as_transformers(q_NHD, k_NKD, v_NKD, lengths, options):
-    """Every document alone, as plain transformers computes it: SDPA, or written out with a softcap."""
-    if options.softcap is not None:
-        return written_out(q_NHD, k_NKD, v_NKD, lengths, options)
-    outs = []
-    for qkv in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
-        age = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
-        mask = ((age >= 0) & (age < (options.window or q.shape[2]))).to(q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
 def output_and_gradients(function, tensors, grad):
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = function(*leaves)
@@ -88,8 +73,8 @@ def backends_that_can(dtype, head_dim, options):
     return [name for name in BACKENDS if why_unavailable(name, need) is None]
 
 
-def assert_no_less_exact(lengths, options, sizes, dtype, runs, plain=as_transformers):
-    """Judge output and gradients by attention written out in float64, against plain attention's errors.
+def assert_no_less_exact(lengths, options, sizes, dtype, runs):
+    """Judge output and gradients by attention written out in float64, against its errors in `dtype`.
 
     Args:
         sizes: heads and head size of q, k and v.
@@ -103,7 +88,7 @@ def assert_no_less_exact(lengths, options, sizes, dtype, runs, plain=as_transfor
         lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
     )
     on_device, grad = [x.to(DEVICE) for x in tensors], grad.to(DEVICE)
-    yardstick = output_and_gradients(lambda *x: plain(*x, lengths, options), on_device, grad)
+    yardstick = output_and_gradients(lambda *x: written_out(*x, lengths, options), on_device, grad)
     row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
     for name, (function, slack) in runs.items():
         got = output_and_gradients(lambda *x, function=function: function(*x, row), on_device, grad)
@@ -112,7 +97,7 @@ def assert_no_less_exact(lengths, options, sizes, dtype, runs, plain=as_transfor
             assert error(g, t) <= slack * error(p, t), (name, what)
 
 
-def by_backend(name, options, slack=1.5):
+def by_backend(name, options, slack):
     return lambda *x: attend(*x, options, name), slack
 
 
@@ -122,29 +107,9 @@ def by_backend(name, options, slack=1.5):
 def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype):
     names = backends_that_can(dtype, 32, options)
     assert "sdpa" in names
-    # In float32 the package's own kernels round logits once more, into units of ln 2
-    slack = {"triton": 2 if dtype == torch.float32 else 1.5}
-    runs = {name: by_backend(name, options, slack.get(name, 1.5)) for name in names}
+    slack = 4 if dtype == torch.float32 else 1.5  # in float32 each rounds at other places
+    runs = {name: by_backend(name, options, slack) for name in names}
     assert_no_less_exact(lengths, options, [(4, 32), (2, 32), (2, 32)], dtype, runs)
-
-
-def test_heads_may_begin_anywhere():
-    """Values that are cut out of a wider projection: FlashAttention loads 16 bytes at a time."""
-    torch.manual_seed(0)
-    lengths, options = (60, 3, 200), AttentionOptions(0.25)
-    wide = torch.randn(sum(lengths), 4, 3 * 16 + 12, device=DEVICE).to(torch.bfloat16)
-    grad = torch.randn(sum(lengths), 4, 16, device=DEVICE).to(torch.bfloat16)
-    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
-
-    def cut(x):
-        return (*x.split([16, 16, 12, 16], dim=-1)[::3], x[..., 5:21])
-
-    for name in backends_that_can(torch.bfloat16, 16, options):
-        got, wanted = (
-            output_and_gradients(lambda x, of=of, name=name: attend(*of(x), row, options, name), [wide], grad)
-            for of in (cut, lambda x: [part.contiguous() for part in cut(x)])
-        )
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.every_architecture
@@ -176,22 +141,14 @@ def padding_backend():
 
 @pytest.mark.parametrize("sizes", [(24, 16), (16, 24)], ids=str)
 def test_values_may_have_another_head_size(sizes, monkeypatch, interpreted):
-    """By every backend that can, and by padding with zeros: judged by plain attention over the same sizes."""
+    """By every backend that can, and by padding with zeros."""
     monkeypatch.setitem(BACKENDS, "padded", padding_backend())
     lengths, options, (size, size_of_v) = (1, 2, 33, 70), OPTIONS["plain"], sizes
-
-    def plain_padded(*qkv_and_more):
-        padded = (F.pad(x, (0, max(sizes) - x.shape[-1])) for x in qkv_and_more[:3])
-        return as_transformers(*padded, *qkv_and_more[3:])[..., :size_of_v]
-
     need = AttentionNeed(DEVICE, torch.float32, size, options, size_of_v)
     names = [name for name in BACKENDS if why_unavailable(name, need) is None]
     assert {"sdpa", "padded", "triton"} <= set(names)
-    for name in names:
-        runs = {name: by_backend(name, options, 2 if name == "triton" else 1.5)}
-        plain = as_transformers if BACKENDS[name].takes_other_v else plain_padded
-        shapes = [(4, size), (2, size), (2, size_of_v)]
-        assert_no_less_exact(lengths, options, shapes, torch.float32, runs, plain)
+    runs = {name: by_backend(name, options, 4) for name in names}
+    assert_no_less_exact(lengths, options, [(4, size), (2, size), (2, size_of_v)], torch.float32, runs)
 
 
 @pytest.fixture
@@ -218,37 +175,25 @@ def test_triton_computes_attention_by_its_definition(options, interpreted):
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "dtype", "head_dim", "options", "why"),
-    [
-        ("triton", (8, 0), torch.float64, 64, {}, "float16, bfloat16 and float32, not torch.float64"),
-        ("triton", (8, 0), torch.bfloat16, 264, {}, "at most 256, not 264"),
-        ("flash", (8, 0), torch.float16, 256, {}, None),
-        ("flash", (9, 0), torch.float32, 64, {}, "float16 and bfloat16, not torch.float32"),
-        ("flash", (7, 5), torch.bfloat16, 64, {}, r"needs compute capability 8.0, this GPU has \(7, 5\)"),
-        ("xformers", (9, 0), torch.bfloat16, 64, {}, "xformers does not import .*; pip install xformers"),
-    ],
-)
-def test_backends_say_what_they_cannot_serve(
-    name, capability, dtype, head_dim, options, why, kernels, monkeypatch
-):
-    kernels[0] = capability
-    monkeypatch.setitem(sys.modules, "xformers", None)
-    need = AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1, **options))
-    found = BACKENDS[name].why_unavailable(need)
-    assert found is None if why is None else re.search(why, found)
-
-
-@pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "options", "name", "why"),
     [
         ((9, 0), torch.bfloat16, 128, {}, "triton", "fastest of all"),
-        ((9, 0), torch.bfloat16, 256, {}, "flash", "triton: .* for heads up to 128 on Hopper GPUs"),
-        ((8, 0), torch.bfloat16, 64, {}, "flash", "triton: .* on Hopper GPUs"),
-        ((9, 0), torch.float32, 64, {}, "sdpa", "triton: .* where flash can run, or for a softcap"),
-        ((8, 0), torch.bfloat16, 256, {"softcap": 50.0}, "flash", "triton: old has the softcap too"),
+        ((9, 0), torch.bfloat16, 256, {}, "flash", "triton: .* up to 128 on Hopper GPUs, .* through old"),
+        ((9, 0), torch.bfloat16, 64, {"dropout": 0.1}, "flash", "triton: it has no attention dropout"),
+        (
+            (9, 0),
+            torch.float32,
+            64,
+            {},
+            "sdpa",
+            "flash: it computes in float16 and bfloat16, not torch.float32",
+        ),
+        ((7, 5), torch.bfloat16, 64, {}, "sdpa", "flash: it needs compute capability 8.0"),
+        ((8, 0), torch.bfloat16, 60, {}, "sdpa", "its head size is a multiple of 8 up to 256, not 60"),
+        ((8, 0), torch.bfloat16, 256, {"softcap": 50.0}, "flash", "old has the softcap too"),
     ],
 )
-def test_when_auto_takes_triton(capability, dtype, head_dim, options, name, why, kernels, monkeypatch):
+def test_what_auto_takes_and_why(capability, dtype, head_dim, options, name, why, kernels, monkeypatch):
     pytest.importorskip("triton")
     for cached in (why_unavailable, choose_backend):
         cached.cache_clear()
@@ -418,29 +363,6 @@ def test_the_fastest_flash_kernel_that_serves_a_layer_is_taken(
     assert flash.kernel_name(need) == expected
 
 
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["softcap and window"]], ids=str)
-def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
-    """NaN for all backends except flash-attn 4, which multiplies masked values by 0; finite values for it."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    lengths = (5, 33, 20, 64)
-    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(lengths), heads, 32).to(DEVICE, dtype) for heads in (4, 2, 2))
-    for name in backends_that_can(dtype, 32, options):
-        need = AttentionNeed(DEVICE, dtype, 32, options)
-        multiplies = name == "flash" and flash.kernel_name(need) == "flash-attn 4"
-        poison = 1e4 if multiplies else torch.nan
-        clean = attend(q, k, v, row, options, name)
-        poisoned = [x.clone() for x in (q, k, v)]
-        for x in poisoned:
-            x[38:58] = poison  # the third document
-        out = attend(*poisoned, row, options, name)
-        assert torch.equal(out[:38], clean[:38]), name
-        assert torch.equal(out[58:], clean[58:]), name
-        reached = out[38:58] > poison / 2 if multiplies else out[38:58].isnan()
-        assert reached.all(), name
-
-
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 256])
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["softcap and window"]], ids=str)
 def test_no_gradient_crosses_a_boundary(options, head_dim):
@@ -459,15 +381,6 @@ def test_no_gradient_crosses_a_boundary(options, head_dim):
                 reached = [bool(part.any()) for part in gradient.split(lengths)]
                 assert not any(reached[1 - scored :: 2]), name
                 assert reached[4 + scored], name
-
-
-def test_asking_what_can_run_draws_no_random_number():
-    """The tiny step that answers has dropout where the model has."""
-    need = AttentionNeed(DEVICE, torch.float32, 64, AttentionOptions(scale=1.0, dropout=0.37))
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if DEVICE == "cuda" else [])]
-    choose_backend("auto", need)
-    after = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if DEVICE == "cuda" else [])]
-    assert all(map(torch.equal, states, after))
 
 
 def test_a_backend_that_cannot_run_says_why_and_what_can():

@@ -2,9 +2,6 @@
 
 import gc
 import logging
-import os
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -170,40 +167,3 @@ def test_kernels_are_not_launched_meanwhile_and_in_other_threads_they_are(monkey
     kernel[(1,)](3)
     assert launched == [(2,), (3,)]
     assert compiled == [(kernel, (1,), {"num_warps": 2})]
-
-
-@pytest.mark.gpu
-def test_threads_compile_the_kernels_of_a_first_step(tmp_path):
-    """In a process of its own, which has compiled nothing yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST_STEP],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=os.path.dirname(__file__),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    threads = done.stdout.split("\n")[:-1]
-    aside = [name for name in threads if name.startswith("compiles a kernel")]
-    assert len(aside) >= 8, threads
-    assert len(aside) >= 0.9 * len(threads), threads
-
-
-_FIRST_STEP = """
-import threading
-import torch, triton
-from test_leak_probe import ROW
-from tiny import tiny_model
-from unsloth_pack import patch_model
-
-def compiled(**_):
-    print(threading.current_thread().name)
-
-triton.knobs.compilation.listener = compiled
-model = tiny_model("qwen3", torch.bfloat16, lora={"lora_dropout": 0.1}, head_dim=32)
-patch_model(model)
-row = {name: x.cuda() if torch.is_tensor(x) else x for name, x in ROW.items()}
-model.train()(**row).loss.backward()
-torch.cuda.synchronize()
-"""
