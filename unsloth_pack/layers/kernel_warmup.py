@@ -43,7 +43,11 @@ def compile_kernels(
     try:
         with compile_in_parallel(row.device), torch.autograd.set_multithreading_enabled(False):
             with side_effect_free_pass(decoder, dropout=True), bare_forward(decoder):
-                hidden = _run_layers(decoder, row, only)
+                ids = torch.zeros(row.shape, dtype=torch.long, device=row.device)
+                with torch.no_grad():
+                    embeds = decoder.get_input_embeddings()(ids).requires_grad_()  # as of layers below
+                own = embed_per_layer(decoder, ids)
+                hidden: Any = packed_forward(decoder, row, None, embeds, only=only, **own).last_hidden_state
                 loss = loss_of(hidden if batch is None else batch.padded(hidden))
                 trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
                 if trained and loss.requires_grad:  # accumulates no gradient, so that no hook for one runs
@@ -66,12 +70,3 @@ def find_layer_kinds(decoder: CapturableDecoder) -> Collection[int]:
 
 def _compiles_for(device: torch.device) -> bool:
     return triton is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
-def _run_layers(decoder: CapturableDecoder, row: PackedRow, only: Collection[int]) -> Any:
-    """Run these layers on `[B, T, C]` as if others lay below them: gradients reach their input."""
-    ids = torch.zeros(row.shape, dtype=torch.long, device=row.device)
-    with torch.no_grad():
-        embeds = decoder.get_input_embeddings()(ids)
-    inputs = embed_per_layer(decoder, ids)
-    return packed_forward(decoder, row, None, embeds.requires_grad_(), only=only, **inputs).last_hidden_state

@@ -77,12 +77,6 @@ class DecoderParts:
             other_loras=[lora for lora in loras if not (is_lora_linear(lora) or is_expert_adapter(lora))],
         )
 
-    def list_replaced(self) -> list[nn.Module]:
-        """Return the modules that get a forward with the same result, attention and adapters aside."""
-        mlps = [mlp for _, mlp, projections in self.mlps if projections is not None]
-        experts = [experts for _, experts, gate in self.experts if gate is not None]
-        return [*self.norms, *mlps, *experts]
-
     def why_experts_not_captured(self) -> str | None:
         """Return why routed experts prevent the capture of steps, or None."""
         unknown = [mlp for _, mlp, named in self.mlps if named is None and hasattr(mlp, "experts")]

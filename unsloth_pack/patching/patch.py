@@ -232,7 +232,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     for remedy in dict.fromkeys(choice.remedy for choice in choices if choice.remedy):
         logger.warning("%s: %s", spec.model_type, remedy)
     parts = DecoderParts.from_decoder(decoder, spec, choices)
-    refuse_own_code(parts.list_replaced())
+    refuse_own_code([*parts.norms, *(mlp for _, mlp, named in parts.mlps if named is not None)])
+    refuse_own_code(experts for _, experts, gate in parts.experts if gate is not None)
     patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
     _swap_decoder(patch, base, decoder, parts, spec, choices, backend)
     if base is not decoder and base.get_output_embeddings() is not None:
