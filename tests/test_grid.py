@@ -144,19 +144,6 @@ def outcome(noise, seed):
     return Outcome(logits, torch.tensor(1.0).double(), {"lora_A": grad}, {})
 
 
-def verdict(ours, alone, same_row):
-    return judge([ours], [Draw(outcome(0, 0), alone, same_row)], torch.bfloat16)
-
-
-def test_the_greater_of_plains_errors_is_the_yardstick():
-    row = verdict(outcome(1.4e-3, 1), outcome(1e-4, 2), outcome(1e-3, 3))
-    assert holds(row)
-    assert row["gradient"] == pytest.approx(1.4, rel=0.1)
-    assert row["of_same_row"] < 1.6 < 10 < row["of_alone"]
-    assert row["other_gradient"] is None
-    assert not holds(verdict(outcome(1.7e-3, 1), outcome(1e-4, 2), outcome(1e-3, 3)))
-
-
 def test_luck_averages_out_over_draws_and_a_fault_does_not():
     draws = [Draw(outcome(0, 0), outcome(1e-3, seed), outcome(1e-3, seed)) for seed in range(4)]
     unlucky = [outcome(2e-3, 9), *(outcome(1e-3, seed) for seed in (10, 11, 12))]

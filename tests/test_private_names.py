@@ -1,9 +1,7 @@
 """The list of private names of other libraries is up to date, and the installed libraries have them all."""
 
-import pytest
-
 from tools.private_names import LIBRARIES, find_names, sources
-from unsloth_pack.cli.doctor import TESTED, PrivateName, missing_names, private_names
+from unsloth_pack.cli.doctor import TESTED, missing_names, private_names
 
 
 def test_the_list_is_up_to_date():
@@ -19,19 +17,3 @@ def test_the_list_is_up_to_date():
 
 def test_every_listed_name_is_there():
     assert missing_names(private_names()) == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "is_there"),
-    [
-        ("torch.nn.modules.module", "_modules", True),
-        ("torch.nn.modules.module", "_module", False),  # a part of a name
-        ("torch", "_scaled_mm", True),
-        ("torch.ops.aten", "_unsafe_view", True),
-        ("torch.ops.aten", "_no_such_view", False),
-        ("no_such_library.module", "_name", False),
-    ],
-)
-def test_names_that_are_gone(owner, name, is_there):
-    wanted = PrivateName(owner, name, ())
-    assert missing_names([wanted]) == ([] if is_there else [wanted])

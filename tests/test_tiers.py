@@ -3,19 +3,16 @@
 from dataclasses import fields
 from pathlib import Path
 
-import image_models
 from tiers import (
     ARCHITECTURES,
     COVER,
     DESCRIPTIVE,
     QUICK,
-    SAME_TOWER,
-    VISION_MODELS,
     features_of,
     smallest_cover,
 )
 
-from unsloth_pack.models import arch_spec_for, vision_spec_for
+from unsloth_pack.models import arch_spec_for
 from unsloth_pack.models.spec import ArchSpec
 
 
@@ -31,14 +28,3 @@ def test_the_cover_is_the_smallest_that_uses_every_field():
     assert used | {*DESCRIPTIVE, "axes"} == {field.name for field in fields(ArchSpec)}
     assert "axes" in features_of(arch_spec_for("qwen3_vl_text"))
     assert {*COVER} < {*ARCHITECTURES}
-
-
-def test_one_model_stands_for_each_class_of_tower():
-    towers = {}
-    for name in image_models.MODELS:
-        path = vision_spec_for(name).tower
-        towers[name] = type(image_models.made(name).get_base_model().model.get_submodule(path)).__name__
-    assert towers.keys() == {*VISION_MODELS}
-    for name, other in SAME_TOWER.items():  # transformers writes a copy under the name of the model
-        copied = towers[name].replace("Qwen3VLMoe", "Qwen3VL").replace("SmolVLM", "Idefics3")
-        assert copied == towers[other]

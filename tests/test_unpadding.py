@@ -313,21 +313,6 @@ def test_where_a_cache_is_made_padding_is_kept(options, training, grads, is_pack
     assert (out.past_key_values is None) == is_packed
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_positions_that_come_with_the_mask(side, computed):
-    """From the mask, as TRL's older trainers count them; none outside it is looked at."""
-    model, batch = computed(patched()), find_batch(random_documents(LENGTHS), side)
-    mask = batch["attention_mask"]
-    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-    out, plain = model(**batch, position_ids=positions), tiny_model("llama")(**batch, position_ids=positions)
-    assert computed.shapes == PACKED
-    assert torch.allclose(out.loss, plain.loss, rtol=1e-5)
-    shared = torch.arange(max(LENGTHS), device=DEVICE)
-    for given in (shared, shared[None]):
-        assert torch.equal(model(**batch, position_ids=given).loss, model(**batch).loss)
-    assert computed.shapes == 5 * PACKED
-
-
 def test_it_can_be_switched_off(computed):
     model = tiny_model("llama")
     patch = patch_model(model, unpad=False)

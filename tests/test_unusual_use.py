@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny import error, random_documents, tiny_model
 from torch import nn
-from torch.nn.utils import prune
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import BackendUnavailable, InputError
@@ -41,10 +40,6 @@ def assert_same_gradients(models):
 
 def named(model, ending):
     return [module for name, module in model.named_modules() if name.endswith(ending)]
-
-
-def layers_of(model):
-    return model.get_base_model().model.layers
 
 
 def checkpoint(model):
@@ -99,21 +94,9 @@ def double_in_place(where):
     return lambda model: [module.register_forward_hook(double) for module in named(model, where)]
 
 
-def prune_factors(model):
-    for module in named(model, "lora_A.default"):
-        prune.l1_unstructured(module, "weight", 0.5)
-
-
 def replace_activations(model):
     for mlp in named(model, "mlp"):
         mlp.act_fn = nn.ReLU()
-
-
-def train_twice(model):
-    loss_of(model).backward()
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
-    model.zero_grad()
-    loss_of(model).backward()
 
 
 def change_the_mode(model):
@@ -140,12 +123,8 @@ def train_once(model):
             (double_in_place(where), train_once, "llama")
             for where in ("q_proj", "o_proj", "mlp", "self_attn")
         ),
-        (prune_factors, train_twice, "llama"),
-        (replace_activations, train_once, "llama"),
         (None, lambda model: (replace_activations(model), train_once(model)), "llama"),
         (None, change_the_mode, "llama"),
-        (None, change_the_mode, "gemma2"),
-        (None, go_back_twice, "llama"),
         (checkpoint, go_back_twice, "llama"),
     ],
 )
@@ -170,16 +149,6 @@ def test_attention_weights_are_dropped_in_training_alone(describe):
 
 
 # In between
-
-
-@pytest.mark.parametrize("where", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
-def test_a_frozen_weight_changed_between_forward_and_backward_is_noticed(where):
-    for model in pair():
-        loss = loss_of(model)
-        with torch.no_grad():
-            layers_of(model)[1].get_submodule(where).base_layer.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified"):
-            loss.backward()
 
 
 @pytest.mark.parametrize("part", ["self_attn", "q_norm", "k_norm"])
