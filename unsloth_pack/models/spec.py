@@ -25,31 +25,26 @@ class ArchSpec:
     attention: str = "attention"  # the mixer of the layers that attend
     # for other types in `config.layer_types`, their mixers with spaces between; "" for an MLP
     mixers: Mapping[str, str] = field(default_factory=dict)
-    # module names here, by their names in Llama: of the decoder (`norm`, `rotary_emb`; "" where nothing
-    # rotates), its layers (`self_attn`, `mlp`), attention (`o_proj`, `q_norm`) and the MLP (`gate_proj`).
-    # Also mixers by their `attribute`, and the argument by which a layer passes on `packed_row`
+    # names of modules by those in Llama (`rotary_emb` is "" where nothing rotates), of mixers by their
+    # `attribute`, and of the argument by which a layer passes on `packed_row`
     names: Mapping[str, str] = field(default_factory=dict)
     # linear layers with an adapter by default, beside those of `lora.targets`
     projections: tuple[str, ...] = ()
     # linear layers that PEFT does not adapt here; "all-linear" leaves them out
     refused_by_peft: tuple[str, ...] = ()
-    # where the sliding window stands: nowhere, in the config, on the attention module, or in the config for
-    # modules with `is_sliding`
+    # where the window stands: on the attention module ("layer"), or in the config (for all, or `is_sliding`)
     window: Literal["none", "config", "layer", "is_sliding"] = "none"
     fused_qkv: bool = False  # one `qkv_proj` holds q, k and v
     output_gate: bool = False  # `q_proj` computes q and, behind each head, the gate of the head's output
     activation: str | None = None  # the MLP's, as `kernels.gated` names it, if the MLP has no module for it
-    # RMS norm of q and k, per head or over all heads, before the rotation. A model may leave it out, as GLM
-    # 4.5 Air does
+    # RMS norm of q and k, per head or over all heads, before the rotation; a model may leave it out
     qk_norm: Literal["head", "flat"] | None = None
     qk_norm_after_rope: bool = False  # that norm comes after the rotation
-    # layers that rotate q and k: all, those with `use_rope`, those with a sliding window, or the latter only
-    # where the model has a window at all
+    # layers that rotate q and k: all, those with `use_rope`, or those with a window (if any has one)
     rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
     # dimensions of a head that rotate together: i and i + R/2 of R, or 2i and 2i + 1
     rotary: Literal["halves", "pairs"] = "halves"
-    # how pairs of dimensions turn by time, height or width: in blocks of `mrope_section` pairs, or
-    # interleaved until the sections of height and width are used up. None: one axis
+    # how pairs turn by time, height or width: in blocks of `mrope_section` pairs, or interleaved
     axes: Literal["blocks", "interleaved"] | None = None
     # how transformers' tables hold the angles of R/2 pairs: twice, each twice side by side, or once
     angles: Literal["twice", "side_by_side", "once"] = "twice"
@@ -60,8 +55,7 @@ class ArchSpec:
     norm_keeps_dtype: bool = False  # norms return the dtype of their input, even under a wider weight
     softcap: str | None = None  # config field of the attention logit softcap
     kv_sharing: bool = False  # layers take `shared_kv_states`: some read the keys and values of others
-    # layers take embeddings of their own, unless `config.hidden_size_per_layer_input` is 0
-    per_layer_inputs: bool = False
+    per_layer_inputs: bool = False  # layers may take embeddings of their own
     rotary_per_layer_type: bool = False  # sliding and full layers rotate with different bases
     embedding_multiplier: str | None = None  # config field that multiplies the embeddings on entry
     token_multiplier: str | None = None  # likewise, but not embeddings that come as `inputs_embeds`
@@ -70,16 +64,13 @@ class ArchSpec:
     logit_divisor: str | None = None  # config field that divides the head's logits
     logit_multiplier: str | None = None  # config field that multiplies the head's logits
     logit_softcap: str | None = None  # config field of the softcap of the head's logits
-    # attributes of the attention module that transformers' forward does not read either
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # attributes of the attention module that no forward reads
     # attributes of the attention module or config fields, each with its only supported value
     only: Mapping[str, Any] = field(default_factory=dict)
     # config fields of image tokens and the like, which a model around the text model reads as padding
     placeholders: tuple[str, ...] = ()
-    # a model around the text model, as of vision and language, caps its logits too
-    wrapper_has_softcap: bool = False
-    # transformers has a causal language model of it; else it is a text model inside another
-    stands_alone: bool = True
+    wrapper_has_softcap: bool = False  # a model around the text model caps its logits too
+    stands_alone: bool = True  # else it is a text model inside another
 
     def name(self, usual: str) -> str:
         """Return what this architecture calls a module that has this name in Llama."""
@@ -124,34 +115,26 @@ class VisionSpec:
     tower: str = "visual"  # path of the tower, which turns pixels into features, below the base model
     # paths of the modules that turn the tower's features into the text model's
     aligner: tuple[str, ...] = ("visual.merger",)
-    # how the tower's layers attend: within the `grids` of images, whose patches lie in one row; within
-    # `sizes` of images, which it cuts into patches in one row; or within each entry of a `batch` of images or
-    # tiles of one size
+    # what the layers of the tower attend within: `grids` or `sizes` of images in one row of patches, or
+    # entries of a `batch` of images or tiles of one size
     attends: Literal["grids", "sizes", "batch"] = "grids"
     token: str = "image_token_id"  # config field of the placeholder token of images
-    # the argument with `[images, 3]`, the patches of every image in time, height and width, which give image
-    # tokens positions on three axes, see `packed_row.images`. None: positions are ordinary, and the tower
-    # says how many tokens an image has
+    # the argument with `[images, 3]`, patches in time, height and width, which give image tokens positions on
+    # three axes; None where positions are ordinary
     grid: str | None = "image_grid_thw"
     sizes: str | None = None  # the argument with `[images, 2]`, height and width of every image in pixels
     options: tuple[str, ...] = ()  # other arguments of a call that reach the tower
-    # the argument with the number of images of every document; the tower assumes one each
-    of_documents: str | None = None
+    of_documents: str | None = None  # the argument with the number of images of every document
     dimensions: tuple[int, ...] = (2,)  # how many dimensions `pixel_values` may have
-    # config field of the tower: height and width of every image in pixels; None where they are free
-    side: str | None = None
+    side: str | None = None  # config field of the tower: height and width of every image, if fixed
     alike: bool = False  # every entry of the tower's batch becomes the same number of tokens
     drops_zeros: bool = False  # an image of zeros is padding, which the model leaves out
-    # config field of the tower, or with `sizes` of the whole model: patches a side that become one token.
-    # Only where images have a size of their own
+    # config field of the tower, or with `sizes` of the whole model: patches a side that become one token
     merge: str = "spatial_merge_size"
-    # config field of the tower that lists layers whose features join the first layers of the text model; None
-    # without any
+    # config field of the tower that lists layers whose features join the first layers of the text model
     deepstack: str | None = None
     windows: bool = False  # most layers of the tower attend within windows of an image
-    # adjacent image tokens of a document see each other in both directions; a call marks them by 1 in
-    # `TOKEN_TYPES`
-    both_ways: bool = False
+    both_ways: bool = False  # adjacent image tokens see each other; a call marks them in `TOKEN_TYPES`
     interpolates: bool = False  # the tower resamples a table of learned positions to the grid of every image
     rms_norms: tuple[str, ...] = ()  # the names of the tower's RMS norms
     gated_mlp: str | None = None  # the name of a gated MLP in the layers of the tower, or None
