@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from itertools import islice
 from math import inf
 from typing import Any
 
@@ -83,34 +82,32 @@ def is_trls(collate: object) -> bool:
 
 def check_collator(loader: Any) -> None:
     """Refuse a collator that drops where the documents of packed rows end."""
-    for row in _packed_rows(getattr(loader, "dataset", None)):
-        documents = _document_lengths(loader.collate_fn, row)
-        if documents is None:
-            continue
-        lengths = [n for n in row[_COLUMN] if n]
-        # A collator may pad after them: TRL makes every pad token a document
-        if documents[: len(lengths)] != lengths:
-            raise InputError(
-                f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
-                "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
-                "default_data_collator"
-            )
+    row = _find_packed_row(getattr(loader, "dataset", None))
+    documents = None if row is None else _document_lengths(loader.collate_fn, row)
+    if row is None or documents is None:
         return
+    lengths = [n for n in row[_COLUMN] if n]
+    # A collator may pad after them: TRL makes every pad token a document
+    if documents[: len(lengths)] != lengths:
+        raise InputError(
+            f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; give "
+            "SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer default_data_collator"
+        )
 
 
-def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield rows whose `seq_lengths` list several documents."""
+def _find_packed_row(dataset: Any) -> Mapping[str, Any] | None:
+    """Return a row whose `seq_lengths` list several documents, or None."""
     if isinstance(dataset, IterableDataset):
-        if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list
-            yield _EXAMPLE
-        return
-    for number in islice(range(len(dataset or ())), _N_ROWS):
-        row = dataset[number]
+        is_list = hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature")
+        return _EXAMPLE if is_list else None
+    for number in range(min(len(dataset or ()), _N_ROWS)):
+        row: Any = dataset[number]
         lengths: Any = row.get(_COLUMN) if isinstance(row, Mapping) else None
         if np.ndim(lengths) != 1:  # not a column that packing makes
-            return
+            return None
         if sum(n > 0 for n in lengths) > 1:
-            yield row
+            return row
+    return None
 
 
 def _document_lengths(collate: Collate, row: Mapping[str, object]) -> list[int] | None:
@@ -148,13 +145,11 @@ class PrefetchIterator:
 
     def prefetch(self, n_batches: int) -> None:
         """Load up to `n_batches`, or as many as there are. An error is raised when its batch is due."""
-        while len(self._loaded) < n_batches and not (
-            self._loaded and isinstance(self._loaded[-1], Exception)
-        ):
+        for _ in range(n_batches - len(self._loaded)):
             try:
                 self._loaded.append(next(self._batches))
             except Exception as error:  # StopIteration too
-                self._loaded.append(error)
+                return self._loaded.append(error)
 
 
 def _is_safe_to_read_early(dataset: Any) -> bool:
