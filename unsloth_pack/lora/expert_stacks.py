@@ -214,24 +214,24 @@ class ExpertsModule(nn.Module):
     down_proj: nn.Parameter  # `[E, C, F]`, or `[E, F, C]`
     config: Any
     has_bias: bool
-    has_gate: bool
-    has_post_expert_norm: bool
     is_transposed: bool
-    is_concatenated: bool
 
 
-class PeftStack(nn.Module):
-    """Types of the attributes of a `ParamWrapper`, which PEFT leaves open."""
+class PeftLora(nn.Module):
+    """Types of the attributes of PEFT's LoRA layers, which PEFT leaves open."""
 
-    base_layer: nn.Module
-    parameter_name: str
-    num_experts: int
     lora_A: Mapping[str, nn.Linear]
     lora_B: Mapping[str, nn.Linear]
     scaling: Mapping[str, float]
     active_adapters: list[str]
     disable_adapters: bool
     merged: bool
+
+
+class PeftStack(PeftLora):
+    """Likewise, of a `ParamWrapper`."""
+
+    parameter_name: str
     get_base_layer: Callable[[], Any]
     merge: Callable[..., None]
 

@@ -11,6 +11,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora.expert_stacks import PeftLora
 from unsloth_pack.lora.quantised import (
     LORA_4BIT_TYPES,
     Fp8Linear,
@@ -85,18 +86,12 @@ def with_recipe(result: Tensor, compute: Callable[..., Tensor], inputs: tuple[Te
     return result
 
 
-class PeftLinear(nn.Module):
-    """Types of the attributes of PEFT's LoRA linear layer, which PEFT leaves open."""
+class PeftLinear(PeftLora):
+    """Likewise, of a linear layer."""
 
     base_layer: nn.Linear
-    lora_A: Mapping[str, nn.Linear]
-    lora_B: Mapping[str, nn.Linear]
     lora_dropout: Mapping[str, nn.Module]
     lora_variant: Mapping[str, object]
-    scaling: Mapping[str, float]
-    active_adapters: list[str]
-    disable_adapters: bool
-    merged: bool
 
 
 class FastLoraLinear(PeftLinear):
