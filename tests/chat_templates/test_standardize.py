@@ -43,9 +43,9 @@ def test_aliases():
     [
         (
             [{"from": "narrator", "value": "x"}],
-            "row 0, column 'conversations': turn 0 has the role 'narrator'",
+            "row 0, column 'conversations': turn 0 is .'from': 'narrator'",
         ),
-        ([{"from": "human", "value": None}], "turn 0 has no content"),
+        ([{"from": "human", "value": None}], "turn 0 is .'from': 'human', 'value': None"),
         (["x"], "turn 0 is 'x'"),
         ("x", "'x' is no list"),
     ],

@@ -52,7 +52,7 @@ def read_little(patch):
     for module in ("text_files", "files"):
         patch.setattr(f"unsloth_pack.data.{module}.PART", 100)
     patch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
-    patch.setattr("unsloth_pack.data.text_files._ROWS_OF_LIST", 3)
+    patch.setattr("unsloth_pack.data.text_files._ROWS_AT_A_TIME", 3)
 
 
 @pytest.fixture
@@ -105,7 +105,6 @@ def write(path, content):
     [
         ("a.jsonl", jsonl),
         ("a.json", lambda rows: "\ufeff " + json.dumps(rows, indent=2, ensure_ascii=False)),
-        ("a.json", lambda rows: json.dumps({"version": 1, "data": rows})),
     ],
 )
 def test_json_in_parts_holds_the_same_rows(name, as_text, rows, whole, tmp_path):

@@ -228,7 +228,7 @@ def test_a_mapped_column_that_a_later_row_lacks(tmp_path, small_blocks):
     rows = [{"words": "w", "id": 1}] * 20 + [{"words": "w"}] * 20
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data_set = DataSet(str(tmp_path / "rows.jsonl"), columns={"words": "text", "id": None})
-    stream = data_set.chosen_of(data_set.open())
+    stream = ChosenRows(data_set.open(), data_set.columns, None)
     for block in stream.one_pass(Place()):
         assert block.read(range(block.n_rows)).column_names == ["text"]
     with pytest.raises(InputError, match=r"columns maps 'word', and there is no such column among words, id"):

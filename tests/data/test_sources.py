@@ -51,7 +51,6 @@ def error_of(dataset, split="train"):
     [
         ("a.json", json.dumps(ROWS, indent=2)),
         ("a.json", jsonl(ROWS)),
-        ("a.json", json.dumps({"version": "1", "data": ROWS})),
         ("a.jsonl", jsonl(ROWS)),
         ("a.jsonl", "\n" + jsonl(ROWS).replace("\n", "\r\n\r\n")),
         ("a.jsonl", b"\xef\xbb\xbf" + jsonl(ROWS).encode()),
@@ -68,12 +67,6 @@ def test_strings_stay_strings(tmp_path):
     csv_rows = load_rows(write(tmp_path / "a.csv", "text,n\n007,1\n2020-01-01,\nnull,3\n"))
     assert csv_rows["text"][:] == ["007", "2020-01-01", "null"]
     assert csv_rows["n"][:] == ["1", "", "3"]
-
-
-def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    assert load_rows(write(tmp_path / "a.json", json.dumps(row, indent=1))).to_list() == [row]
-    assert load_rows(write(tmp_path / "a.jsonl", jsonl([row]))).to_list() == [row]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +161,13 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
         ("a.jsonl", '{"text": NaN}\n', ["line 1", "NaN is no JSON number"]),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', ["line 2", "expected an object, got ['b']", "{...} a line"]),
         ("a.json", '["a", "b"]', ["expected a list of objects, got 'a'", "write [{...}, ...]"]),
-        ("a.json", '{"a": 1, "b": []}', ["0 of the keys ['a', 'b']", "an object with one such list"]),
+        ("a.json", '{"a": 1, "b": []}', ["expected a list of objects, got"]),
         ("a.jsonl", '{"a": "ok"}\n{"a": "\\ud83d"}', ["'\\ud83d' in position 0: surrogates not allowed"]),
         ("a.csv", "a,b\n1,2\n\n1,2,3\n", ["a.csv line 4", "3 cells under 2 columns", "'3'", "quote cells"]),
         ("a.csv", "\na,a\n1,2\n", ["a.csv line 2", "a column is repeated in ['a', 'a']", "rename"]),
         ("a.csv", 'a,b\n1,"2\n3,4\n', ["a.csv line 3", "not valid CSV", "check its quotes"]),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', ["byte 0xe9 is not UTF-8", "save the file as UTF-8"]),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), ["row 0 has a zero byte, as in UTF-16"]),
+        ("a.txt", "a\nb\n".encode("utf-16-le"), ["a zero byte, as in UTF-16"]),
         ("a.parquet", b"", ["cannot be read", "a whole .parquet file"]),
         ("a.jsonl.zip", "PK", ["unknown suffix '.zip'", "may be compressed (.gz, .zst, .xz, .bz2)"]),
         (

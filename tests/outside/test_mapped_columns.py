@@ -70,7 +70,7 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
             "quest=prompt,answer=completion",
             "columns maps 'quest', and there is no such column among question, ",
         ),
-        ("question=prompt,answer=text", "there is a column 'text' already; leave that out with --columns"),
+        ("question=prompt,answer=text", "there is a column 'text' already; leave it out with --columns"),
         ("question=promt", "question is 'promt'; it should be 'chat_template_kwargs', "),
         ("question=prompt,answer=prompt", "give each column another name"),
         ("question=prompt", "columns maps 'question' to 'prompt', which the rows are not made of"),

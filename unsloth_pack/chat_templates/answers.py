@@ -81,11 +81,7 @@ class TokenTexts:
 
 
 class AnswerLabels:
-    """Label documents: the ids after `answer`, up to the next `question`, and -100 elsewhere.
-
-    Args:
-        question, answer: the markers, without loss themselves.
-    """
+    """Label documents: the ids after the marker `answer`, up to the marker `question`, and -100 elsewhere."""
 
     def __init__(self, question: str, answer: str, tokenizer: PreTrainedTokenizerBase):
         self.question, self.answer = question, answer
@@ -181,19 +177,14 @@ def train_on_responses_only(
 
 
 def _markers(question: object, answer: object, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    known = get_parts(tokenizer)
-    if (question is None or answer is None) and known is None:
-        raise InputError(
-            f"instruction_part is {question!r} and response_part {answer!r}; give what the chat template "
-            "puts before a question and before an answer"
-        )
-    if known is not None:
-        question, answer = question or known[0], answer or known[1]
-    if question == answer:
-        raise InputError(f"instruction_part and response_part are both {question!r}; they have to differ")
+    known = get_parts(tokenizer) or (None, None)
+    question = known[0] if question is None else question
+    answer = known[1] if answer is None else answer
     for name, text in (("instruction_part", question), ("response_part", answer)):
         if not isinstance(text, str) or not text.strip():
-            raise InputError(f"{name} is {text!r}; give the text that the chat template puts before a turn")
+            raise InputError(f"{name} is {text!r}; give what the chat template puts before a turn")
+    if question == answer:
+        raise InputError(f"instruction_part and response_part are both {question!r}; they have to differ")
     return str(question), str(answer)
 
 
@@ -273,16 +264,9 @@ def find_relabel(
     `question` and `answer` are the template's text before each; None if it is known by name. The function is
     None if the template marks answers itself.
     """
-    if question is None and answer is None:
-        if marks_answers(tokenizer.get_chat_template()):
-            return None
-        question, answer = get_parts(tokenizer) or (None, None)
-    if not question or not answer:
-        raise InputError(
-            f"train_on_responses_only is set, instruction_part is {question!r} and response_part {answer!r}; "
-            "give what the chat template puts before a question and before an answer"
-        )
-    return partial(_relabel, AnswerLabels(question, answer, tokenizer))
+    if question is None and answer is None and marks_answers(tokenizer.get_chat_template()):
+        return None
+    return partial(_relabel, AnswerLabels(*_markers(question, answer, tokenizer), tokenizer))
 
 
 def _relabel(labels: AnswerLabels, ids: np.ndarray, old: np.ndarray) -> np.ndarray:

@@ -348,30 +348,25 @@ standardize_sharegpt = standardize_data_formats
 
 
 def _rename(
-    batch: Mapping[str, list[object]], numbers: list[int], column: str, roles: Mapping[str, str]
+    batch: Mapping[str, list[Any]], numbers: list[int], column: str, roles: Mapping[str, str]
 ) -> dict[str, list[Any]]:
     conversations = []
     for number, turns in zip(numbers, batch[column], strict=True):
         where = f"row {number}, column {column!r}"
         if not isinstance(turns, list):
             raise InputError(f"{where}: {reprlib.repr(turns)} is no list; write turns")
-        turns = [_turn(f"{where}: turn {place}", turn, roles) for place, turn in enumerate(turns)]
-        conversations.append(turns)
+        conversations.append([_turn(f"{where}: turn {n}", turn, roles) for n, turn in enumerate(turns)])
     return {column: conversations}
 
 
-def _turn(where: str, turn: object, roles: Mapping[str, str]) -> dict[str, object]:
-    if not isinstance(turn, dict):
-        remedy = "write turns as {role, content} or {from, value}"
-        raise InputError(f"{where} is {reprlib.repr(turn)}; {remedy}")
-    role = turn.get("role") if turn.get("role") is not None else turn.get("from")
-    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    if role not in roles:
+def _turn(where: str, turn: Any, roles: Mapping[str, str]) -> dict[str, object]:
+    names = turn if isinstance(turn, dict) else {}
+    role = names.get("role") if names.get("role") is not None else names.get("from")
+    content = names.get("content") if names.get("content") is not None else names.get("value")
+    if role not in roles or content is None:
         raise InputError(
-            f"{where} has the role {reprlib.repr(role)}; name it in aliases_for_system, aliases_for_user or "
-            f"aliases_for_assistant, or use one of {', '.join(roles)}"
+            f"{where} is {reprlib.repr(turn)}; write turns as {{role, content}} or {{from, value}}, with a "
+            f"role of {', '.join(roles)}, or name it in aliases_for_user or another of the aliases"
         )
-    if content is None:
-        raise InputError(f"{where} has no content: {reprlib.repr(turn)}; fill it in or remove the row")
-    others = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
+    others = {key: value for key, value in names.items() if key not in ("role", "from", "content", "value")}
     return {"role": roles[str(role)], "content": content, **others}

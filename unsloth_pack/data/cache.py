@@ -212,13 +212,10 @@ def cores() -> int:
 def in_order(
     work: Callable[[Task], Result], tasks: Sequence[Task], num_proc: int | None = None
 ) -> Iterator[Result]:
-    """The result of every task, in their order, worked out by `num_proc` processes.
+    """The result of every task, in their order, by `num_proc` processes, by default one a core.
 
-    An error is that of the first task that fails.
-
-    Args:
-        work: forked processes inherit it; where there is no fork, it has to be picklable.
-        num_proc: None for as many as there are cores. No process starts for a single task.
+    An error is that of the first task that fails. Forked processes inherit `work`; elsewhere it has to be
+    picklable. No process starts for a single task.
     """
     processes = min(num_proc or cores(), len(tasks))
     if processes <= 1:

@@ -29,18 +29,18 @@ _ANSWER = "completion answer response output solution reply assistant bot gpt ta
 _TEXT = "text content document body article passage story code sentence"
 
 
-def check_mapping(columns: ColumnMapping, names: Sequence[str]) -> None:
-    """Refuse a mapping of a column that is not among those with these names, or to a name that is taken."""
+def check_mapping(columns: ColumnMapping, names: Sequence[str], data_set: str) -> None:
+    """Refuse a mapping of a column that is not among these names of a data set, or to one that is."""
     if missing := [name for name in columns if name not in names]:
         raise InputError(
-            f"columns maps {', '.join(map(repr, missing))}, and there is no such column among "
+            f"{data_set}: columns maps {', '.join(map(repr, missing))}, and there is no such column among "
             f"{', '.join(names)}; correct it"
         )
     for name, to in columns.items():
         if to is not None and to != name and to in names and to not in columns:
             raise InputError(
-                f"columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave that out with "
-                f"{offer({**columns, to: None})}"
+                f"{data_set}: columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave "
+                f"it out with {offer({**columns, to: None})}"
             )
 
 
@@ -52,11 +52,7 @@ def renamed(rows: datasets.Dataset, columns: ColumnMapping) -> datasets.Dataset:
 
 
 def check_used(columns: ColumnMapping, unused: Sequence[str]) -> None:
-    """Refuse a column that was mapped for nothing, since the rows have another format than was meant.
-
-    Args:
-        unused: the columns that nothing is made of, by their new names.
-    """
+    """Refuse a column that was mapped for nothing, as its new name is `unused` in the format of the rows."""
     for name, to in columns.items():
         if to is not None and to in unused:
             raise InputError(

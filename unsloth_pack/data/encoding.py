@@ -48,14 +48,11 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes batches of rows. It knows no data set, so that processes can share one out.
+    """Encodes batches of rows, see `documents_of`.
 
     Args:
         columns: TRL's, see `Conversion`.
         is_chat: whether they hold conversations.
-        max_length: tokens at which a row is cut.
-        responses_only: whether only assistant turns count in the loss.
-        chat_template: used instead of the tokenizer's own.
     """
 
     def __init__(
@@ -191,11 +188,7 @@ class Encoder:
     def _mask(
         self, number: int, turns: Conversation, beside: Variables, offsets: Sequence[tuple[int, int]]
     ) -> np.ndarray:
-        """1 on the tokens of answers: what each adds to the text of earlier turns and the generation prompt.
-
-        Args:
-            offsets: of the tokens, in the text of all turns.
-        """
+        """1 on the tokens of answers: what each adds to earlier turns and the generation prompt."""
         begins, ends = np.asarray(offsets).reshape(-1, 2).T
         whole, mask = self._text(turns, beside) or "", np.zeros(len(ends), np.int8)
         for n in (n for n, turn in enumerate(turns) if turn.get("role") == "assistant"):

@@ -66,11 +66,7 @@ def kind_of_all(files: Sequence[Path], name: object) -> str:
 
 
 def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.Dataset:
-    """Read files of one format and with the same columns, in the order given.
-
-    Args:
-        num_proc: processes that share out large files; None for as many as there are cores.
-    """
+    """Read files of one format and with the same columns; `num_proc` processes share out large ones."""
     import datasets
 
     from unsloth_pack.data.lossless_json import read_exactly

@@ -284,10 +284,9 @@ _CHOSEN_KEYS = {"arguments", "parameters", "chat_template_kwargs"}  # the object
 
 
 def _without_absent_keys(index: int, value: Any, path: tuple[str, ...]) -> Any:
-    """A value of Arrow's struct type without the keys that are null.
+    """A value of Arrow's struct type without keys that are null, as it has one for every key of other rows.
 
-    The type has a null for every key that only other rows have. So null means an absent key, as it does to
-    transformers in a turn. Where users choose the keys either meaning could be wrong: such a null is refused.
+    Where users choose the keys, the null may have been meant, and is refused.
     """
     if isinstance(value, list):
         return [_without_absent_keys(index, item, path) for item in value]

@@ -16,7 +16,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -292,13 +291,7 @@ _ROUND = 1000  # rows that are drawn together
 
 
 class MixedRows:
-    """The rows of several sources of a stream.
-
-    Args:
-        weights: of the sources; whole numbers where they are concatenated.
-        how: one of `MIXTURES`.
-        seed: of the draws.
-    """
+    """The rows of several sources of a stream, mixed as `mix` does; `seed` is of the draws."""
 
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], how: str, seed: int):
         self.parts = tuple(sources)
@@ -412,12 +405,12 @@ def _first(blocks: Sequence[RawBlock], rows: int) -> Iterator[RawBlock]:
 
 def _rows_of(block: RawBlock, first: int, last: int) -> RawBlock:
     """The rows `first` to `last - 1` of a block, which nobody can go on after."""
+
+    def read(chosen: range) -> datasets.Dataset:
+        return block.read(range(first + chosen.start, first + chosen.stop, chosen.step))
+
     begin, end = (replace(block.begin, row=block.begin.row + row) for row in (first, last))
-    return replace(block, n_rows=last - first, read=partial(_some, block, first), begin=begin, end=end)
-
-
-def _some(block: RawBlock, first: int, chosen: range) -> datasets.Dataset:
-    return block.read(range(first + chosen.start, first + chosen.stop, chosen.step))
+    return replace(block, n_rows=last - first, read=read, begin=begin, end=end)
 
 
 def _placed(block: RawBlock, part: int, turn: int, seen: int, stand: dict[str, object]) -> RawBlock:

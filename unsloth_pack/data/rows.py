@@ -170,12 +170,11 @@ def _text_of(parts: list[Any]) -> Any:
 
     The parts themselves come back if one is not text, or holds an image beside it.
     """
-    are_texts = all(
-        isinstance(p, dict) and p.get("type") == "text" and not any(map(p.get, KEYS_OF_IMAGES)) for p in parts
-    )
-    texts = [
-        p["value"] if p.get("text") is None and "value" in p else p.get("text") for p in parts if are_texts
-    ]
+    texts: list[Any] = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or any(map(part.get, KEYS_OF_IMAGES)):
+            return parts
+        texts.append(part["value"] if part.get("text") is None and "value" in part else part.get("text"))
     return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
 
 
@@ -185,11 +184,7 @@ def with_system(system: str, conversation: list[Message]) -> list[Message]:
 
 
 def check_turns(index: int, column: str, conversation: list[Message], n_prompt: int = 0) -> None:
-    """Refuse turns in an order that chat templates reject, and a conversation without an answer to learn.
-
-    Args:
-        n_prompt: turns that are not learned.
-    """
+    """Refuse turns in an order that chat templates reject, and no answer after the first `n_prompt` turns."""
     roles = [message["role"] for message in conversation]
     for previous, role in zip([None, *roles], roles, strict=False):
         if role == "system" and previous is not None:
@@ -253,15 +248,12 @@ _NOT_HASHED = {"bytes", "path", "size", "mtime_ns", "row", "column"}
 
 
 def image_field(is_packed: bool = False) -> pa.Field:
-    """The column of images, each a record.
+    """The column of images, each a record; if `is_packed`, with the number of its document in the row.
 
     path: of its file, below the image folder where there is one. size, mtime_ns: of that file.
     bytes: the encoded image, where it is no file. sha256: of the encoded image.
     height, width: in pixels, as it is seen. tokens: that it takes. most_pixels: to which it is shrunk.
     row, column: in the data, for errors.
-
-    Args:
-        is_packed: whether it is in a packed row, and so in one of several documents.
     """
     import pyarrow as pa
 

@@ -96,8 +96,7 @@ def _find_local(dataset: str, split: str) -> list[Path] | datasets.Dataset | Non
 
 
 def check_there(dataset: str, is_stream: bool = False) -> None:
-    """Refuse a path at which nothing lies, or a file of an unknown suffix. What may be a name on the hub is
-    not looked up.
+    """Refuse a path at which nothing lies, or a file of an unknown suffix. No name is looked up on the hub.
 
     Args:
         is_stream: whether a pattern stands for several files.
@@ -207,12 +206,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 class ChosenRows:
-    """Rows of another source, under other column names, or its first rows alone.
-
-    Args:
-        columns: what their columns are called here, see `renamed`.
-        limit: how many are read in a pass; None for all.
-    """
+    """Rows of another source, under other column names, or its first rows alone, see `DataSet`."""
 
     def __init__(self, source: RowSource, columns: ColumnMapping, limit: int | None):
         self.name, self._source, self._columns, self._limit = source.name, source, columns, limit
@@ -225,14 +219,14 @@ class ChosenRows:
             return
         for block in self._source.one_pass(place):
             if self._columns:
-                block = replace(block, read=partial(self._renamed, block))
+                block = replace(block, read=partial(self._read, block))
             if self._limit is not None and block.end.seen >= self._limit:
                 rows = self._limit - block.begin.seen
                 yield replace(block, n_rows=rows, end=replace(block.end, seen=self._limit))
                 return
             yield block
 
-    def _renamed(self, block: RawBlock, chosen: range) -> datasets.Dataset:
+    def _read(self, block: RawBlock, chosen: range) -> datasets.Dataset:
         return renamed(block.read(chosen), self._columns)
 
 
@@ -252,18 +246,11 @@ class DataSet:
         return f"{self.path} ({self.split})" if self.split else self.path
 
     def for_rows_with(self, names: Sequence[str]) -> DataSet:
-        """The same for rows with columns of these names: without the shared columns that they lack.
-
-        Raises:
-            InputError: it maps a column that they lack, or to a name that they have.
-        """
+        """The same for rows with these columns: without shared ones that they lack."""
         columns = self.columns
         if self.shares_columns:
             columns = {name: to for name, to in columns.items() if name in names}
-        try:
-            check_mapping(columns, names)
-        except InputError as error:
-            raise InputError(f"{self.name}: {error}") from None
+        check_mapping(columns, names, self.name)
         return replace(self, columns=columns)
 
     def read(self, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
@@ -285,10 +272,6 @@ class DataSet:
         """Its rows under their own column names, to be read as they are needed."""
         self._check_split()
         return open_stream(self.path, self.split or "train")
-
-    def chosen_of(self, source: RowSource) -> RowSource:
-        """Of a source that was opened the rows that are taken, under the column names that it gives them."""
-        return ChosenRows(source, self.columns, self.limit)
 
     @property
     def has_splits(self) -> bool:

@@ -240,9 +240,9 @@ class DocumentBlock:
 
 
 class StreamedImages(Protocol):
-    """Makes documents of rows with images, in a stream of which some parts have such rows."""
+    """Makes documents of rows with images, and gives others an empty column of images."""
 
-    schema: pa.Schema  # of the documents, those without images included
+    schema: pa.Schema  # of both
 
     def are_in(self, rows: datasets.Dataset) -> bool: ...
 
@@ -250,8 +250,7 @@ class StreamedImages(Protocol):
 
     def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]: ...
 
-    def beside(self, table: pa.Table) -> pa.Table:
-        """Give documents of rows without images an empty column of images."""
+    def beside(self, table: pa.Table) -> pa.Table: ...
 
 
 @dataclass(frozen=True)
@@ -274,13 +273,14 @@ class DocumentStream:
     Args:
         vocab_size: token ids are below it.
         images: makes documents of rows with images; None where no row has any.
-        check_text: refuses documents of rows without images, of which one is called as its second argument
-            says.
+        check_text: refuses documents without images, of which one is called as its second argument says.
         have_images: whether rows may have images, where the first rows have none and the model takes some.
 
     Attributes:
         first_ledger, fingerprint: of the first rows, of one block at least of each part.
         unused_columns: of each part, as its first rows have them.
+        n_parts: the sources that are mixed; 1 where none are.
+        has_images: whether documents have a list of images, which may be empty.
     """
 
     def __init__(
@@ -300,19 +300,10 @@ class DocumentStream:
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
+        self.n_parts, self.has_images = len(source.parts), images is not None
         self._formats: dict[int, tuple[str, list[str]]] = {}  # of each part, and the columns that it uses
         self.unused_columns: dict[int, tuple[str, ...]] = {}
         self.first_ledger, self.fingerprint = self._look_at_first_rows()
-
-    @property
-    def n_parts(self) -> int:
-        """The sources that are mixed in the stream, 1 where none are."""
-        return len(self._source.parts)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether documents have a list of images, which may be empty."""
-        return self._images is not None
 
     def blocks(
         self, place: Place, share: Share, worker: int = 0, workers: int = 1

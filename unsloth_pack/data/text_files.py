@@ -18,13 +18,12 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.errors import InputError
 
 Row = dict[str, Any]
 PART = 16 << 20  # bytes of a file whose rows are in memory at a time
 _BLOCK = 1 << 20  # bytes read at a time
-_ROWS_OF_LIST = 10_000  # of a JSON list that become one table
+_ROWS_AT_A_TIME = 1000  # of a JSON list, a csv or a txt file that become one table
 _OF_VALUES = (EOFError, NotImplementedError, ValueError, RecursionError)
 _MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
 
@@ -103,15 +102,13 @@ def check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]
             )
 
 
-# JSON: a list of objects, one object a line, or an object around a list.
+# JSON: a list of objects, or one object a line.
 
 
 def read_json(part: FilePart) -> Iterator[list[Row]]:
-    """Rows of a `.json` or `.jsonl` file: a list of objects, one object per line, or an object around a list.
+    """Rows of a `.json` or `.jsonl` file: one object a line, or a list, which is parsed as a whole.
 
-    The content decides which, because people use both suffixes for all of these. An object around a list may
-    have other keys too, but only one with a list of objects. An object with a column of a known format is
-    itself a row. All but lines are parsed as a whole.
+    The content decides which, because people use both suffixes for both.
     """
     path = part.path
     if is_json_lines(path):
@@ -121,13 +118,10 @@ def read_json(part: FilePart) -> Iterator[list[Row]]:
     with open_text(path) as file:
         text = file.read()
     rows = parse_json(text, path, 1) if text.strip() else []
-    rows = _unwrap(rows, path) if isinstance(rows, dict) else rows
-    for row in rows if isinstance(rows, list) else [rows]:
-        if not isinstance(row, dict):
-            raise InputError(
-                f"{path}: expected a list of objects, got {reprlib.repr(row)}; write [{{...}}, ...]"
-            )
-    yield from (rows[start : start + _ROWS_OF_LIST] for start in range(0, len(rows), _ROWS_OF_LIST))
+    if wrong := [row for row in (rows if isinstance(rows, list) else [[rows]]) if not isinstance(row, dict)]:
+        shown = reprlib.repr(wrong[0])
+        raise InputError(f"{path}: expected a list of objects, got {shown}; write [{{...}}, ...]")
+    yield from (rows[start : start + _ROWS_AT_A_TIME] for start in range(0, len(rows), _ROWS_AT_A_TIME))
 
 
 def is_json_lines(path: Path) -> bool:
@@ -215,22 +209,6 @@ def _refuse_repeats(pairs: list[tuple[str, object]]) -> Row:
 _decode = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats).decode
 
 
-def _unwrap(document: Row, path: Path) -> list[Row]:
-    if KNOWN_COLUMNS & document.keys():
-        return [document]
-    lists = [
-        key
-        for key, value in document.items()
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
-    ]
-    if len(lists) != 1:
-        raise InputError(
-            f"{path}: an object in which {len(lists)} of the keys {reprlib.repr(list(document))} hold a list "
-            "of objects; write a list of objects, or an object with one such list"
-        )
-    return document[lists[0]]
-
-
 def skip(file: IO[bytes], path: Path, size: int) -> None:
     """Pass over the first `size` bytes of the content, which has to have a line that ends there."""
     if not size:
@@ -295,25 +273,17 @@ def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]
         return bool(line.strip())
 
     paragraphs = sum(is_text for is_text, _ in groupby(islice(lines(), looked_at), has_text))
-    documents: Iterable[str] = filter(has_text, lines())
+    documents: Iterator[str] = filter(has_text, lines())
     if paragraphs > 1:
         documents = ("\n".join(group) for is_text, group in groupby(lines(), has_text) if is_text)
     yield from _in_parts(part.path, ({"text": text} for text in documents))
 
 
-def _in_parts(path: Path, rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Lists of rows of strings, each of some MiB. A zero byte is refused: it is in UTF-16 but not in text."""
-    part: list[Row] = []
-    size = 0
-    for number, row in enumerate(rows):
-        if any("\0" in value for value in row.values()):
-            raise InputError(f"{path}: row {number} has a zero byte, as in UTF-16; save the file as UTF-8")
-        part.append(row)
-        size += sum(map(len, row.values()))
-        if size >= PART:
-            yield part
-            part, size = [], 0
-    if part:
+def _in_parts(path: Path, rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Lists of some rows of strings. A zero byte is refused: it is in UTF-16 but not in text."""
+    while part := list(islice(rows, _ROWS_AT_A_TIME)):
+        if any("\0" in value for row in part for value in row.values()):
+            raise InputError(f"{path}: a zero byte, as in UTF-16; save the file as UTF-8")
         yield part
 
 

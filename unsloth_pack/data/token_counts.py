@@ -193,11 +193,6 @@ class SpanCounts:
         return SpanCounts().__iadd__(self).__iadd__(other)
 
     @property
-    def has_files(self) -> bool:
-        """As `Documents` has it."""
-        return self.sums[FILES] > 0
-
-    @property
     def ledger(self) -> TokenLedger:
         sums = {each.name: self.sums[each.name] for each in fields(TokenLedger)}
         lengths, rows = sorted(self.lengths), [self.lengths[length] for length in sorted(self.lengths)]

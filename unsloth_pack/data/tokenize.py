@@ -35,7 +35,7 @@ from unsloth_pack.data.cache import (
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.rows import IMAGES, update_with_images
-from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
+from unsloth_pack.data.token_counts import FILES, SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
 
 
 def _notes_of(tally: SpanCounts, fingerprint: str) -> Notes:
+    """What a `Documents` says beside its rows."""
     ids = {"least_id": tally.least_id, "last_id": tally.last_id}
-    return {"ledger": asdict(tally.ledger), "fingerprint": fingerprint, **ids, "has_files": tally.has_files}
+    has_files = tally.sums[FILES] > 0
+    return {"ledger": asdict(tally.ledger), "fingerprint": fingerprint, "has_files": has_files, **ids}
 
 
 class SpanMaker(ABC):
@@ -144,7 +146,7 @@ class SpanMaker(ABC):
         return max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // a_row))
 
     def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:
-        """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
+        """Write the documents of all spans, a file each."""
         from datasets.utils import tqdm
 
         tally = SpanCounts()

@@ -178,7 +178,7 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
                 sharing[data_set.name] = names
             data_set = data_set.for_rows_with(names)
         data_sets.append(data_set)
-        sources.append(data_set.chosen_of(source))
+        sources.append(ChosenRows(source, data_set.columns, data_set.limit))
     _check_shared_columns(data, sharing)
     weights, most = [data_set.weight for data_set in data_sets], data.sample_limit
     is_mixed = len(sources) > 1 or weights != [1]
