@@ -1,7 +1,7 @@
 """Templates by name write what the makers of the models document."""
 
 import pytest
-from chat_tokenizers import FAMILIES, SPECIAL, TURNS, WITH_SYSTEM, tokenizer_of
+from chat_tokenizers import FAMILIES, TURNS, WITH_SYSTEM, tokenizer_of
 from tables import table
 
 from unsloth_pack import InputError
@@ -41,20 +41,6 @@ RENDERED = {
     "vicuna": "<s>Be kind. USER: Hi ASSISTANT: Yo<eos>USER: Bye ASSISTANT: Ta<eos>",
     "zephyr": "".join(f"<|{t['role']}|>\n{t['content']}<eos>\n" for t in WITH_SYSTEM),
 }
-ASKED = {  # what a template puts before an answer to be generated
-    **dict.fromkeys(("chatml", "qwen-2.5", "qwen-3", "qwen-3-instruct"), "<|im_start|>assistant\n"),
-    "qwen-3-thinking": "<|im_start|>assistant\n<think>\n",
-    **dict.fromkeys(("gemma", "gemma-2", "gemma-3", "gemma-3n"), "<start_of_turn>model\n"),
-    **dict.fromkeys(
-        ("llama-3", "llama-3.1", "llama-3.2", "llama-3.3"),
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    **dict.fromkeys(("phi-3", "phi-3.5", "zephyr"), "<|assistant|>\n"),
-    "phi-4": "<|im_start|>assistant<|im_sep|>",
-    **dict.fromkeys(("mistral", "llama"), "Hi [/INST]"),
-    "vicuna": "ASSISTANT:",
-    "alpaca": "### Response:\n",
-}
 
 
 def rendered(tokenizer, turns, **options):
@@ -67,22 +53,10 @@ def test_what_it_writes(name):
     assert get_chat_template(tokenizer, name) is tokenizer
     assert rendered(tokenizer, WITH_SYSTEM) == RENDERED[name]
     asked = rendered(tokenizer, TURNS[:1], add_generation_prompt=True)
-    assert asked.endswith(ASKED[name])
     assert rendered(tokenizer, TURNS[:2]).startswith(asked)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, *TURNS[1:]]
     assert rendered(tokenizer, parts) == rendered(tokenizer, TURNS)
     assert tokenizer.eos_token == (CHAT_FORMATS[name].end or "<eos>")
-
-
-@table("name", sorted(SPECIAL))
-def test_a_vocabulary_without_the_token_keeps_its_size(name):
-    tokenizer = tokenizer_of(name, special=False)
-    size = len(tokenizer)
-    get_chat_template(tokenizer, name)
-    assert len(tokenizer) == size
-    assert tokenizer.eos_token == "<eos>"
-    assert "Yo<eos>" in rendered(tokenizer, TURNS)
-    assert CHAT_FORMATS[name].end not in rendered(tokenizer, TURNS)
 
 
 @table("name", FAMILIES)

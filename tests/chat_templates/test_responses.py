@@ -182,20 +182,6 @@ def test_evaluations_too():
     assert trainer.eval_dataset["a"] is good
 
 
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        ({"train_dataset": None}, "no train_dataset"),
-        ({"train_dataset": Dataset.from_dict({"text": ["a"]})}, "train_dataset has the columns text"),
-    ],
-)
-def test_trainers_that_cannot_be_used(made, says):
-    tokenizer = tokenizer_of("chatml")
-    trainer = SimpleNamespace(**{"processing_class": tokenizer, "train_dataset": None, **made})
-    with pytest.raises(InputError, match=says):
-        train_on_responses_only(trainer, **PARTS)
-
-
 def test_a_collator_that_makes_its_own_labels():
     """transformers' collator for language models copies `input_ids` over the labels, without a word."""
     tokenizer = tokenizer_of("chatml")
@@ -211,11 +197,3 @@ def test_a_collator_that_makes_its_own_labels():
     assert torch.equal(
         batch["labels"] != -100, torch.tensor([[False] * (batch["labels"].shape[1] - 1) + [True]] * 2)
     )
-
-
-def test_a_tool_that_answers_is_not_learned_as_an_answer():
-    """Two answers in a row: the marker between them carries no loss."""
-    tokenizer = tokenizer_of("chatml")
-    ids = tokenizer("<|im_start|>user\nq<|im_start|>assistant\na<|im_start|>assistant\nb")["input_ids"]
-    trainer = train_on_responses_only(trainer_of(tokenizer, dataset_of([ids])), **PARTS)
-    assert learned(tokenizer, trainer.train_dataset[0]["labels"]) == ["a", "b"]

@@ -54,7 +54,6 @@ def error_of(rows, chat_template=True):
         ({"conversations": [], "instruction": "i", "output": "o"}, DataFormat.SHAREGPT),
         ({"instruction": "i", "output": "o", "text": "x", "prompt": "p", "response": "r"}, DataFormat.ALPACA),
         ({"prompt": "p", "completion": "c", "text": "x"}, DataFormat.PROMPT_COMPLETION),
-        ({"prompt": "p", "response": "r"}, DataFormat.PROMPT_COMPLETION),
         ({"text": "x", "instruction": "i", "url": "u"}, DataFormat.TEXT),
         ({"messages": "a string", "text": "x"}, DataFormat.TEXT),
         ({"messages": None, "text": "x"}, DataFormat.MESSAGES),
@@ -123,22 +122,6 @@ def test_sharegpt_with_tool_calls():
     assert first["messages"] == [SYSTEM, USER, call, TOOL, REPLY]
     assert json.loads(first["tools"]) == [WRAPPED]
     assert others == [{"messages": [USER, REPLY], "tools": None}] * 2
-
-
-def test_messages_keep_tool_calls_exactly():
-    calls = [
-        {"type": "function", "function": {"name": "f", "arguments": {"t": 0.6, "unit": None}}},
-        {"type": "function", "function": {"name": "g", "arguments": {"lat": [157.830435654872]}}},
-    ]
-    call = {"role": "assistant", "content": None, "tool_calls": calls}
-    rows = [
-        {"messages": [SYSTEM, USER, call, TOOL, TOOL, REPLY], "tools": [WRAPPED]},
-        {"messages": [USER, REPLY], "tools": None},
-    ]
-    first, second = convert(rows)
-    assert [first["messages"], second["messages"]] == [row["messages"] for row in rows]
-    assert json.loads(first["tools"]) == [WRAPPED]
-    assert second["tools"] is None
 
 
 def test_filler_nulls_of_parquet_structs_are_dropped():

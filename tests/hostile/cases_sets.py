@@ -95,7 +95,6 @@ OF_FILES = [
 
 OF_PARTS = [
     sets("a split of a file", both(split="test"), "few.jsonl: split is 'test', and it has no splits"),
-    sets("a split that is not there", [{"path": "parts", "split": "dev"}], "parts: .*dev"),
     sets("a split for a file", "few.jsonl", "few.jsonl: split is 'test'", split="test"),
     sets(
         "two columns as one",
@@ -116,18 +115,11 @@ OF_PARTS = [
     sets(
         "columns of an item as a number", both(columns=5), "item 2, columns is 5; it should be a valid dict"
     ),
-    sets("no format without a mapping", ",".join(NAMES), "asked.jsonl: no known data format"),
     sets(
         "text for responses alone",
         "few.jsonl,plain.txt",
         "plain.txt: train_on_resp",
         train_on_responses_only=True,
-    ),
-    sets(
-        "all of one set held out",
-        ["few.jsonl", {"path": "few.jsonl", "limit": 1}],
-        "; ",
-        eval_fraction=0.9999,
     ),
     sets(
         "held out beside an evaluation",
@@ -137,15 +129,6 @@ OF_PARTS = [
         eval_dataset="demo",
     ),
     sets("a fraction of a stream", both(weight=0.5), "give a whole number", streaming=True),
-    sets(
-        "a weight for an evaluation",
-        "few.jsonl",
-        "item 1, weight is unknown; leave it out",
-        eval_dataset='[{"path": "few.jsonl", "weight": 2}]',
-    ),
-    sets(
-        "an evaluation that is missing", "few.jsonl", "gone.jsonl: file not found", eval_dataset="gone.jsonl"
-    ),
 ]
 OF_PARTS += [
     sets(f"eval_fraction {value}", "few.jsonl", "eval_fraction.*it should be less", eval_fraction=value)

@@ -4,18 +4,15 @@
 """
 
 import json
-from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import trl
 from model_folder import save_model
 from outside_models import TELLING_TEMPLATE
 from tables import table
 
-from unsloth_pack import FastLanguageModel, FastVisionModel
 from unsloth_pack.cli import main
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -123,22 +120,6 @@ CHATML = (
 LONG = {"messages": [*CHAT["messages"], {"role": "user", "content": "é"}, REPLY | {"content": " é "}]}
 
 
-@pytest.mark.parametrize(
-    ("template", "learned"),
-    [
-        (CHATML, ["a<|im_end|>\n é <|im_end|>\n", "a<|im_end|>\n"]),
-        ("gemma3", ["a<end_of_turn>\né<end_of_turn>\n", "a<end_of_turn>\n"]),
-    ],
-)
-def test_answers_are_found_without_marks(trained, tmp_path, template, learned):
-    """TRL's own templates with a comment, by which nobody knows them."""
-    if template != CHATML:
-        template = "{# mine #}" + (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
-    model = save_model(tmp_path / "own", chat_template=template, max_position_embeddings=4096)
-    flags = (f"--model_name={model}", "--train_on_responses_only")
-    assert [part for _, part in trained([LONG, CHAT], *flags)] == learned
-
-
 # ---- values as they stand
 
 
@@ -220,7 +201,6 @@ def test_what_only_counts_tokens_reads_marks_of_user_turns(telling, tmp_path, ca
 
 CALLS = {  # what templates write of the arguments of a call
     "objects": "{{ call.function.arguments | tojson }}",
-    "items": "{% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}",
     "text": "{{ '```' + call.function.arguments + '```' }}",
     "plain": "{{ call.function.arguments }}",
     "either": "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
@@ -232,7 +212,6 @@ CALLS = {  # what templates write of the arguments of a call
     ("name", "of_text", "of_object"),
     [
         ("objects", '{"x": "é"}', '{"x": "é"}'),
-        ("items", 'x="é"', 'x="é"'),
         ("text", '```{"x":"é"}```', '```{"x": "é"}```'),
         ("plain", '{"x":"é"}', '{"x": "é"}'),
         ("either", '{"x":"é"}', '{"x": "é"}'),
@@ -243,21 +222,15 @@ def test_arguments_of_calls_come_as_the_template_reads_them(trained, tmp_path, n
     template = TELLING_TEMPLATE.replace("{{ call | tojson }}", CALLS[name])
     model = save_model(tmp_path / "model", chat_template=template, max_position_embeddings=4096)
     turns = [calling(arguments) for arguments in ('{"x":"é"}', {"x": "é"})]
-    rows = [{"messages": [USER, turn]} for turn in turns]
-    rows += [{"prompt": [USER, turn, USER], "completion": [turn]} for turn in turns]
-    for alike, key in ((rows[:2], "messages"), (rows[2:], "prompt")):
-        learned = [loss for _, loss in trained(alike, f"--model_name={model}", "--train_on_responses_only")]
-        assert learned == [of_text + "<eos>", of_object + "<eos>"], key
+    rows = [{"prompt": [USER, turn, USER], "completion": [turn]} for turn in turns]
+    learned = [loss for _, loss in trained(rows, f"--model_name={model}", "--train_on_responses_only")]
+    assert learned == [of_text + "<eos>", of_object + "<eos>"]
 
 
-@pytest.mark.parametrize("arguments", ['{"x": 1', "[1]", '"x"'])
-def test_arguments_of_calls_that_are_no_object(refusal, trained, tmp_path, arguments):
+def test_arguments_of_calls_that_are_no_object(refusal):
+    arguments = "[1]"
     line = refusal([CHAT, {"messages": [USER, calling(arguments)]}])
     assert "row 1, column 'tool_calls': arguments that are no JSON object" in line
-    template = TELLING_TEMPLATE.replace("{{ call | tojson }}", CALLS["text"])
-    model = save_model(tmp_path / "model", chat_template=template, max_position_embeddings=4096)
-    ((_, learned),) = trained([{"messages": [USER, calling(arguments)]}], f"--model_name={model}")
-    assert f"```{arguments}```" in learned
 
 
 # ---- no column is passed over in silence
@@ -282,21 +255,6 @@ def test_tools_and_calls_that_a_template_does_not_show(refusal, trained, tmp_pat
     deaf = save_model(tmp_path / "concatenates", chat_template=template, max_position_embeddings=4096)
     line = refusal([{"messages": [USER, calling({}) | {"content": None}]}], f"--model_name={deaf}")
     assert "row 0, column 'tool_calls': the chat template does not show them" in line
-
-
-def test_the_demos_learn_calls_of_tools(trained, packing, tmp_path):
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
-    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    turns += [{"role": "tool", "content": "seen", "tool_call_id": "1"}, REPLY]
-    rows = [{"messages": turns, "tools": [TOOL]}]
-    assert main(packing(rows, "--model_name=demo", "--max_seq_length=512", "--out=demo-packs")) == 0
-    for name, fast in (("demo", FastLanguageModel), ("vision-demo", FastVisionModel)):
-        template = fast.from_pretrained(name)[1].chat_template
-        model = save_model(tmp_path / name, chat_template=template, max_position_embeddings=4096)
-        ((text, learned),) = trained(rows, f"--model_name={model}", "--train_on_responses_only")
-        assert json.dumps([TOOL]) in text
-        assert text.count("seen") == 1
-        assert '{"name": "f", "arguments": {"x": 1}}' in learned
 
 
 @table(

@@ -143,20 +143,6 @@ def test_a_mixture_that_streams_resumes(train, folder):
     assert len(summaries[0]["stream"]["read"]) == 4
 
 
-def test_a_run_resumes_from_another_folder(train, folder, tmp_path_factory, monkeypatch, capsys):
-    """The paths of a list are those of the folder in which the run began."""
-    train(f"--dataset={json.dumps(MIXED)}", "--max_steps=4", "--save_steps=2")
-    for name in ("checkpoint-4", "adapter_model.safetensors"):
-        path = folder / "out" / name
-        subprocess.run(["rm", "-r", str(path)], check=True)
-    lines = [line for line in metrics(folder / "out") if line["kind"] != "summary"]
-    (folder / "out" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert main(["--resume", f"--output_dir={folder / 'out'}"]) == 0
-    assert main(["--resume", f"--output_dir={folder / 'out'}", "--split=test"]) == 2
-    assert "split is 'test' and was null" in capsys.readouterr().err
-
-
 # ---- without training: what is chosen, by `pack`
 
 

@@ -27,7 +27,6 @@ CHAT = "[user]q[assistant]a<eos>"
             "[system]s" + CHAT,
         ),
         ({"dialog": TURNS}, "dialog=messages", CHAT),
-        ({"content": "t", "title": "x"}, "content=text", "t<eos>"),
         ({"frob": "t", "n": 1}, "frob=text", "t<eos>"),
         ({"my question, or so": "q", "the=answer": "a"}, "{", "qa<eos>"),
     ],
@@ -71,8 +70,6 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
             "columns maps 'quest', and there is no such column among question, ",
         ),
         ("question=prompt,answer=text", "there is a column 'text' already; leave it out with --columns"),
-        ("question=promt", "question is 'promt'; it should be 'chat_template_kwargs', "),
-        ("question=prompt,answer=prompt", "give each column another name"),
         ("question=prompt", "columns maps 'question' to 'prompt', which the rows are not made of"),
     ],
 )
@@ -117,10 +114,9 @@ def test_a_mapping_that_no_data_set_can_use(sets, capsys):
     assert "columns maps 'question', 'answer', and there is no such column among text; correct it" in line
 
 
-@pytest.mark.parametrize("stream", [[], ["--streaming"]], ids=["whole", "streamed"])
-def test_a_run_shares_a_mapping_with_its_evaluation(sets, model_folder, stream, refused):
+def test_a_run_shares_a_mapping_with_its_evaluation(sets, model_folder, refused):
     flags = [f"--model_name={model_folder}", "--max_steps=1", "--max_seq_length=128", "--sample_packing"]
-    flags += [MAPPED, *stream, "--num_proc=1"]
+    flags += [MAPPED, "--streaming", "--num_proc=1"]
     both = ["--dataset=asked.jsonl,texts.jsonl", "--eval_dataset=texts.jsonl", "--output_dir=out"]
     assert main([*flags, *both]) == 0
     data = [json.loads(line) for line in (sets / "out/metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,6 @@ from packaging.version import Version
 from streams_of_rows import CAPACITY, as_they_are, documents, read_on_rank, stream
 from torch.utils.data import DataLoader
 from trainer_runs import arguments
-from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from warm import two_ranks
 
@@ -258,16 +257,6 @@ def test_what_cannot_be_packed_is_told_when_it_is_read(rows, message):
         list(pack_dataset(source, CAPACITY, buffer_size=4))
 
 
-def test_a_worker_tells_it_in_one_line():
-    rows = [{"input_ids": [7]}, {"input_ids": [1] * 33}]
-    loader = DataLoader(pack_dataset(stream(rows), CAPACITY), batch_size=None, num_workers=1)
-    with pytest.raises(ValueError, match="example 1 has 33 tokens") as raised:
-        list(loader)
-    assert type(raised.value).__name__ == "InputError"
-    assert str(raised.value).endswith("(in DataLoader worker process 0)")
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -287,51 +276,6 @@ def test_what_the_columns_tell_is_refused_at_once(rows, message):
 
 
 # Through the trainers of others.
-
-
-class Seen(torch.nn.Module):
-    """A model's place in a trainer: it notes the documents that reach it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.documents = []
-
-    def forward(self, input_ids, labels, seq_lengths):
-        ids, labels = (column[0].tolist() for column in (input_ids, labels))
-        self.documents += unpacked([{"input_ids": ids, "labels": labels, "seq_lengths": seq_lengths[0]}])
-        return {"loss": self.weight.sum()}
-
-
-def as_one_row(rows):
-    """A collator that hands on the lengths of one packed row."""
-    (row,) = rows
-    ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-    return {"input_ids": ids, "labels": labels, "seq_lengths": [row["seq_lengths"]]}
-
-
-def train(packed, folder, resume=None, **options):
-    """The documents that reach the model of transformers' trainer."""
-    model = Seen()
-    options |= {"gradient_accumulation_steps": 1, "remove_unused_columns": False, "logging_strategy": "no"}
-    arguments_ = TrainingArguments(**arguments(folder, **options))
-    trainer = Trainer(model, arguments_, train_dataset=packed, data_collator=as_one_row)
-    trainer.train(resume_from_checkpoint=resume)
-    return model.documents
-
-
-def test_transformers_trainer_resumes(tmp_path):
-    """It skips the batches that it has trained on."""
-    rows = documents(60)
-    packed = pack_dataset(stream(rows, 4), CAPACITY)
-    per_epoch = len(list(packed))
-    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": per_epoch}
-    whole = train(packed, tmp_path, **options)
-    again = pack_dataset(stream(rows, 4), CAPACITY)
-    rest = train(again, tmp_path, str(tmp_path / "checkpoint-5"), **options)
-    head = unpacked(itertools.islice(packed, 5))
-    assert head + rest == whole
-    assert by_number(whole) == by_number(rows)
 
 
 def test_two_ranks_of_accelerate_with_two_workers_each(tmp_path):
