@@ -23,7 +23,7 @@ QUICK: tuple[str, ...] = (
     "kernels/test_reference.py",
     *(f"packing/test_{name}.py" for name in ("length_report", "offline", "packed_sampler", "plan", "stream")),
     *(f"config/test_option_{name}.py" for name in ("files", "schema", "values")),
-    *(f"run/test_{name}.py" for name in ("named_data", "resolve")),
+    "run/test_resolve.py",
 )
 DESCRIPTIVE = ("model_type", "stands_alone")  # fields of a spec that no forward reads
 A_FEW, A_FEW_WITH_IMAGES = 6, 3  # a test that names so many models has chosen them

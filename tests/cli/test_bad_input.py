@@ -54,13 +54,6 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
     assert remedy in error
 
 
-def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.checkpoints.loading.is_bitsandbytes_available", lambda: False)
-    error = refused("--load_in_4bit")
-    assert "load_in_4bit" in error
-    assert "pip install" in error
-
-
 def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read(refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("unsloth_pack.data.sources.load_rows", None)

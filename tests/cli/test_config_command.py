@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -257,15 +255,3 @@ def test_a_recipe_is_copied_under_another_name(said, capsys):
     assert main(["recipe", "copy", "stage1", "new/stages.yaml"]) == 2
     assert "is a file that the recipe builds on; give another name" in capsys.readouterr().err
     assert not Path("new").exists()
-
-
-@pytest.mark.parametrize(
-    "command", [["config", "check", "run.yaml"], ["config", "schema"], ["recipe", "list"]]
-)
-def test_no_library_is_loaded_to_look(command):
-    Path("tokens.txt").write_text("new\n")
-    Path("rows.jsonl").write_text('{"text": "word"}\n')
-    Path("run.yaml").write_text("r: 4\nadd_tokens: tokens.txt\ndataset: rows.jsonl\nmodel_name: a/b\n")
-    code = "import sys; from unsloth_pack.cli import main; main(sys.argv[1:]); print([*sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-    assert not {"'torch'", "'transformers'", "'datasets'"} & {*re.findall(r"'\w+'", done.stdout)}

@@ -1,11 +1,9 @@
 """`--optim` and `--optim_args`: every setting reaches the optimizer as a number, or is refused."""
 
 import json
-import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from trl import SFTConfig
 
 from unsloth_pack.run.optimizer import SETTINGS, arguments_of
@@ -90,43 +88,3 @@ def test_a_run_trains_with_them_and_goes_on_with_them(train, tmp_path):
     assert train(output_dir="again", config="out/config.yaml") == 0
     name = "adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-
-
-def test_the_weights_are_those_of_the_settings(train, tmp_path):
-    """SGD with momentum moves the weights of the second update by what momentum keeps of the first."""
-    for momentum in (0, 0.5):
-        flags = {"optim": "sgd", "optim_args": f"momentum={momentum}", "max_steps": 2, "save_steps": 1}
-        flags |= {"lr_scheduler_type": "constant", "weight_decay": 0}
-        assert train(output_dir=tmp_path / f"m{momentum}", **flags) == 0
-    first, plain, moved = (
-        load_file(tmp_path / folder / "adapter_model.safetensors")
-        for folder in ("m0/checkpoint-1", "m0", "m0.5")
-    )
-    again = load_file(tmp_path / "m0.5" / "checkpoint-1" / "adapter_model.safetensors")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(plain[name], moved[name]) for name in first)
-
-
-@pytest.mark.extras
-def test_stochastic_rounding_keeps_updates_that_rounding_to_nearest_loses(model, train, tmp_path):
-    """Adam's first update moves each weight by the learning rate: here less than half of its last place."""
-    rate, before = 1e-6, load_file(f"{model}/model.safetensors")
-    flags = {"tuning": "full", "dtype": "bfloat16", "max_steps": 1, "learning_rate": rate, "warmup_steps": 0}
-    flags |= {"lr_scheduler_type": "constant", "weight_decay": 0, "optim": "adamw_torch_8bit"}
-    means, places, numbers = {}, 0.0, 0
-    for way in ("true", "false"):
-        given = f"bf16_stochastic_round={way},eps=1e-12"
-        assert train(output_dir=tmp_path / way, optim_args=given, **flags) == 0
-        after = load_file(tmp_path / way / "model.safetensors")
-        moved, numbers, places = 0.0, 0, 0.0
-        for name in (name for name in after if "mlp" in name):
-            was = before[name].to(torch.bfloat16).double()
-            is_large = was.abs() > 2**10 * rate
-            moved += (after[name].double() - was).abs()[is_large].sum().item()
-            places += (2.0 ** (was.abs()[is_large].log2().floor() - 7)).sum().item()
-            numbers += int(is_large.sum())
-        means[way] = moved / numbers
-    spread = math.sqrt(rate * places / numbers / numbers)  # of a mean of numbers that are 0 or a last place
-    assert means["false"] == 0
-    assert abs(means["true"] - rate) < 4 * spread
-    assert 4 * spread < rate / 2

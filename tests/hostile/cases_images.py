@@ -91,7 +91,6 @@ def answering(content, **columns):
 
 
 URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
-WIDE = picture(8, 8).convert("F")
 PART = [{"type": "image", "image": PNG}]
 
 CASES = [
@@ -103,13 +102,10 @@ CASES = [
     of(png_of_size(10_000, 9_500), "too large .*10000 by 9500", "a bomb that Pillow would only warn of"),
     of(with_text_bomb, "cannot be read .*too large|too large", "a compressed text of 100 MB"),
     of(picture(4, 1000), "processor refuses .*aspect ratio", "250 times as wide as high"),
-    of(WIDE, "mode F, with 32 bits", "pixels of 32 bits"),
     # paths
     of(f"../{OUTSIDE}", "leads out of the image folder", "a path out of the folder"),
     of("link.png", "leads out of the image folder", "a link out of the folder"),
-    of("/etc/passwd", "leads out of the image folder", "an absolute path elsewhere"),
     of("a.png", "give image_folder", "a relative path without a folder", image_folder=None),
-    of("no-such.png", "no file", "no such file"),
     of("https://example.com/a.png", "on the network.*download", "an address"),
     of("data:image/png;base64,@@@", "not base64", "a data URI that is not base64"),
     # what stands for an image

@@ -56,24 +56,6 @@ def options(folder):
 # ---- files in other folders, from other systems
 
 
-def test_a_chain_of_files_from_windows_in_other_folders(project, capsys):
-    (project / "shared").mkdir()
-    (project / "mine").mkdir()
-    base = ("\ufeff" + RUN + "adapter: {r: 4, lora_alpha: 8}\n").replace("\n", "\r\n")
-    (project / "shared" / "base.yaml").write_bytes(base.encode())
-    (project / "mine" / "run.yaml").write_bytes(
-        b"base_config: ../shared/base.yaml\r\nlora_alpha: null\r\nseed: 1\r\n"
-    )
-    flags = ["--config=mine/run.yaml", "--training.seed=2", "--output_dir=out"]
-    assert main(flags) == 0
-    ran = options("out")
-    wanted = {"r": 4, "lora_alpha": 16.0, "seed": 2, "max_seq_length": 128, "learning_rate": 1e-2}
-    assert {name: ran[name] for name in wanted} == wanted
-    capsys.readouterr()
-    assert main(["config", "show", *flags]) == 0
-    assert "# mine/../shared/base.yaml:4" in capsys.readouterr().out
-
-
 def test_a_pipe_is_no_file_to_wait_for(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     os.mkfifo(tmp_path / "base.yaml")

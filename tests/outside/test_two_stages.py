@@ -71,19 +71,3 @@ def test_new_tokens_then_a_second_stage_killed_and_resumed_then_merged(tmp_path)
     merged = logits(plain(tmp_path / "merged"), ids)
     assert (merged - trained).norm() < 0.02 * trained.norm()
     assert (logits(plain(DEMO), ids) - trained).norm() > 0.05 * trained.norm()
-
-
-@pytest.mark.nightly
-def test_a_full_run_with_frozen_parts_killed_and_resumed(tmp_path):
-    full = [*COMMON, "--tuning=full", "--learning_rate=1e-3", "--freeze_modules=embed_tokens"]
-    kill_after_a_checkpoint("killed", *full)
-    run("--resume", "--output_dir=killed")
-    run(*full, "--output_dir=whole")
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    ids = torch.arange(5, 60)[None]
-    one, other = (plain(tmp_path / name) for name in ("killed", "whole"))
-    assert torch.equal(logits(one, ids), logits(other, ids))
-    base = plain(DEMO)
-    assert torch.equal(one.get_input_embeddings().weight, base.get_input_embeddings().weight)
-    assert not torch.equal(logits(one, ids), logits(base, ids))
-    run("verify", "--model_name=killed", "--dtype=float32")

@@ -30,16 +30,10 @@ def refusal(folder, **given):
     ("given", "says"),
     [
         ({"learning_rates": {"layers.0": 1, "layers": 1}}, ""),
-        ({"learning_rates": {"lora_A": 1, "q_proj": 1, "lora_B": 1}}, ""),
-        (
-            {"learning_rates": {"lm_head": 1}},
-            "learning_rates 'lm_head' is 1, and no weight that it is for trains",
-        ),
+        ({"learning_rates": {"lm_head": 1}}, "learning_rates 'lm_head' is 1, and no weight that it is for"),
         ({"learning_rates": {"lm_head": 1}, "target_modules": "lm_head,q_proj"}, ""),
-        ({"learning_rates": {"norm": 1}, "modules_to_save": "norm"}, ""),
         ({"embedding_learning_rate": 1}, "embedding_learning_rate is 1, and no weight"),
         ({"embedding_learning_rate": 1, "modules_to_save": "embed_tokens"}, ""),
-        ({"embedding_learning_rate": 1, "trainable_token_indices": "3"}, ""),
         (
             {"learning_rates": {"no_such": 1}, "embedding_learning_rate": 1},
             "learning_rates 'no_such' is 1, and no weight",

@@ -5,7 +5,7 @@ import json
 import pytest
 from tables import table
 
-from unsloth_pack.config import TrainOptions, flat, load
+from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.run.resolve import FREE_ON_RESUME, read_options, with_optimizer
@@ -33,14 +33,6 @@ def test_the_command_line_wins_over_the_file_over_the_demo_over_defaults(folder)
     assert training.learning_rate == DEMO_DEFAULTS["learning_rate"]
     assert training.seed == TrainOptions().training.seed
     assert read_options(["--dataset=rows.json"]).training.learning_rate == 2e-4
-
-
-def test_the_file_wins_over_the_run_that_is_resumed(folder):
-    (folder / "run.yaml").write_text("logging_steps: 5\n")
-    flags = started(folder, model_name="m", dataset="d", r=2, logging_steps=9, save_steps=3, report_to="none")
-    options = read_options([*flags, "--config=run.yaml", "--save_steps=4"])
-    assert (options.model.model_name, options.adapter.r) == ("m", 2)
-    assert (options.output.logging_steps, options.output.save_steps, options.output.resume) == (5, 4, True)
 
 
 def test_what_a_run_writes_down_resumes_it(folder):
@@ -80,18 +72,6 @@ def test_what_is_free_on_resume():
 def test_a_record_of_an_earlier_version_may_lack_options(folder):
     options = read_options([*started(folder, model_name="m", dataset="d"), "--seed=1"])
     assert options.training.seed == 1
-
-
-def test_parsing_reads_no_data(folder):
-    (folder / "packs").mkdir()
-    (folder / "packs" / "packs.json").write_text("{")
-    arguments = ["--dataset=packs", "--eval_dataset=packs", "--resume", "--output_dir=nowhere"]
-    given = load(arguments).given
-    assert given == {"dataset": "packs", "eval_dataset": "packs", "resume": True, "output_dir": "nowhere"}
-    with pytest.raises(InputError, match="not a whole manifest"):
-        read_options(arguments[:2])
-    with pytest.raises(InputError, match="no configuration of a run to resume"):
-        read_options(arguments)
 
 
 @pytest.mark.parametrize(("base", "data"), [("vision-demo", "vision-demo"), ("demo", "demo"), (".", "demo")])
