@@ -51,7 +51,7 @@ def both(rank, folder, apart):
             parallel, rank, lambda: averaged.begin(parallel, SimpleNamespace(optimizer=optimizer)), update
         )
         own = gradients_of(model)
-        averaged.average(optimizer)
+        averaged.average()
         found, right = gradients_of(model), gradients_of(expected)
         assert not any(map(torch.equal, own, right))
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-8)
@@ -79,7 +79,7 @@ def without_a_gradient(rank, folder):
     averaged.begin(DistributedDataParallel(model), optimizer)
     model[0](torch.ones(1, 5)).sum().backward()
     with pytest.raises(InputError, match="3 trained weights got no gradient in this process"):
-        averaged.average(optimizer)
+        averaged.average()
 
 
 def test_a_weight_without_a_gradient_is_an_error(tmp_path):

@@ -76,29 +76,26 @@ class AveragedGradients:
     """
 
     def __init__(self) -> None:
-        self._takes_over = False
-        self._optimizer: FlatAdamW | None = None  # of the micro-batch before
-        self._is_small = False
+        self._optimizer: Optimizer | None = None  # of the micro-batch before
+        self._flat: FlatAdamW | None = None  # the same, if the exchange is taken over
 
     def begin(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Have DDP, if it is the model, leave the gradients of a micro-batch alone, as under `no_sync`."""
-        flat = _flat(optimizer)
-        if flat is not self._optimizer:
-            self._optimizer = flat
-            weights = [p for group in flat.param_groups for p in group["params"]] if flat else []
-            self._is_small = 0 < sum(p.numel() * p.element_size() for p in weights) <= _MOST_BYTES
-        self._takes_over = self._is_small and isinstance(model, DistributedDataParallel)
-        if self._takes_over:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner is not self._optimizer:
+            self._optimizer, self._flat = inner, None
+            if isinstance(inner, FlatAdamW) and isinstance(model, DistributedDataParallel):
+                weights = [p for group in inner.param_groups for p in group["params"]]
+                is_small = sum(p.numel() * p.element_size() for p in weights) <= _MOST_BYTES
+                self._flat = inner if is_small else None
+        if self._flat is not None:
             vars(model)["require_backward_grad_sync"] = False
 
-    def average(self, optimizer: Optimizer | None) -> None:
-        """Give every process the mean of all processes' gradients; before they are clipped.
-
-        Raises:
-            InputError: a weight got no gradient in this process.
-        """
-        flat = _flat(optimizer)
-        if not self._takes_over or flat is None:
+    def average(self) -> None:
+        """Give every process the mean of all processes' gradients; before they are clipped. InputError if a
+        weight got no gradient in this process."""
+        flat = self._flat
+        if flat is None:
             return
         if weights := flat.flat_weights():
             for weight in weights:
@@ -122,11 +119,6 @@ def _average_apart(gradients: Sequence[Tensor]) -> None:
     _average(together)
     for gradient, part in zip(ordered, layout.cut(together), strict=True):
         gradient.copy_(part)
-
-
-def _flat(optimizer: Optimizer | None) -> FlatAdamW | None:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, FlatAdamW) else None
 
 
 @torch.no_grad()

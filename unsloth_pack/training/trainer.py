@@ -255,13 +255,13 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
-        self._averaged.average(self.optimizer)
+        self._averaged.average()
         return self.nonfinite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        self._averaged.average(self.optimizer)
+        self._averaged.average()
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
         return self.nonfinite_updates.judge(self, norm)
 
