@@ -105,11 +105,7 @@ def pack_dataset(
 
 def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
     """The plan for the whole set, and the builder of its rows. Raises as `pack_dataset`."""
-    import datasets
-
     columns = check_columns(dataset)
-    if not isinstance(dataset, datasets.Dataset):
-        raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset")
     if dataset.format["type"] == "custom":
         raise InputError(
             "the data set has a transform, which packing would pass over; apply it with .map, or remove it "

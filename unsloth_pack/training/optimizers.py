@@ -12,7 +12,7 @@ An update that is smaller than a weight's last place in 16 bits is kept by the m
 have added up.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -254,10 +254,8 @@ class CpuMasterWeights(Optimizer):
         self._sent.append(_Sent(parameter, settings, is_bad, stream.record_event()))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the masters from the gradients that are there or were sent, and the weights from these."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
         is_bad = None if self.found_inf is None else self.found_inf.bool()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -269,7 +267,6 @@ class CpuMasterWeights(Optimizer):
         self._sent.clear()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        return loss
 
     def _update(self, sent: _Sent) -> None:
         if sent.arrived is not None:
