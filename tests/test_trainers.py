@@ -149,17 +149,6 @@ def test_under_trl(folder, tmp_path, truth, kind, options):
     assert log["entropy"] > 0
 
 
-def test_rows_that_were_packed_before(folder, tmp_path, truth):
-    """The trainer packs nothing: `pack_dataset` has, over the whole set."""
-    options = {"packing": False, "padding_free": True, "max_length": None}
-    packed = pack_dataset(labelled("completion"), 80)
-    assert len(packed) < len(PAIRS)
-    options |= {"rows": packed, "per_device_train_batch_size": 2}
-    trainer, gradients = sft(folder, tmp_path, "completion", **options)
-    loss = train(trainer)
-    assert_the_update_is(truth["completion"], gradients.seen, loss)
-
-
 @pytest.mark.parametrize(
     ("packed", "collate"),
     [

@@ -87,15 +87,6 @@ def test_the_fingerprint_is_of_the_rows_alone(tmp_path):
     assert len(different | same) == 4
 
 
-def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
-    rows = documents(300)
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert write(tmp_path / name, rows, strategy="next_fit", seed=seed).seed == seed
-    a, b, c = (read(tmp_path / name)[1].to_list() for name in "abc")
-    assert a == b != c
-    assert sorted(n for row in a for n in row["seq_lengths"]) == sorted(len(row["input_ids"]) for row in rows)
-
-
 def test_only_an_empty_folder_is_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", documents(10))

@@ -52,10 +52,6 @@ def test_bins_are_those_of_the_definition(strategy, seed):
     assert plan.n_bins == len(plan.bins)
 
 
-def test_equal_lengths_keep_their_order():
-    assert plan_packs([2, 3, 2, 3, 2, 3], 6).bins == [[1, 3], [5, 0], [2, 4]]
-
-
 def test_numbers_of_a_plan():
     plan = plan_packs([3, 0, 5, 4, 3, 0], 8)
     assert (plan.n_bins, plan.n_documents, plan.n_empty, plan.tokens) == (2, 4, 2, 15)
