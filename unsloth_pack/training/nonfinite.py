@@ -111,11 +111,9 @@ class NonFiniteUpdates:
 
     def take_verdicts(self) -> tuple[list[int], Tensor]:
         """Return the updates since the last call, and whether each is finite, on the device."""
-        if not self._verdicts:
-            return [], torch.empty(0, dtype=torch.bool)
-        steps, verdicts = zip(*self._verdicts, strict=True)
-        self._verdicts.clear()
-        return [*steps], torch.stack(verdicts)
+        verdicts, self._verdicts = self._verdicts, []
+        finite = torch.stack([finite for _, finite in verdicts]) if verdicts else torch.empty(0)
+        return [step for step, _ in verdicts], finite
 
     def handle(self, trainer: "RunTrainer", step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -343,7 +343,10 @@ def make_trainer(
     """Make a `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
     has_images = options.get("image_rows") is not None
-    dataset: Any = train_rows if stream is None else _with_columns_of_rows(has_images)
+    dataset: Any = train_rows
+    if stream is not None:  # TRL looks at the columns and the first row of a data set
+        row = {"input_ids": [0], "labels": [0], "seq_lengths": [1]} | ({IMAGES: []} if has_images else {})
+        dataset = Dataset.from_list([row]).to_iterable_dataset()
     if has_images:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     untrue = (*UNTRUE, UNTRUE_OF_PACKS) if "seq_lengths" in dataset.column_names else UNTRUE
@@ -361,10 +364,3 @@ def make_trainer(
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _with_columns_of_rows(has_images: bool) -> IterableDataset:
-    """Make one row of a stream's kind. TRL looks at the columns and the first row of a data set."""
-    row: dict[str, list[int]] = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
-    row |= {IMAGES: []} if has_images else {}
-    return Dataset.from_list([row]).to_iterable_dataset()
