@@ -266,7 +266,7 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
 
 def gated_loras(shape: Shape) -> Iterator[Subject]:
     """The activation in an MLP of LoRA layers, as its node calls it for each rank."""
-    from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_, reference
+    from unsloth_pack.kernels import LoraOutput, LowRank, gated_lora_, gated_lora_backward_, reference
     from unsloth_pack.kernels.gated_lora import should_store
 
     T, width = shape.tokens, shape.intermediate
@@ -280,8 +280,12 @@ def gated_loras(shape: Shape) -> Iterator[Subject]:
             ceiling="copy",
             work=((5 if store else 3) * values, None),
             inputs=lambda: (tuple(randn(T, width, grad=False) for _ in range(2)), ()),
-            ours=lambda x, u, part=part, store=store: gated_lora_(x, part, u, part, "silu", store),
-            plain=lambda x, u, part=part: reference.gated_lora_(x, part, u, part, "silu", False),
+            ours=lambda x, u, part=part, store=store: gated_lora_(
+                LoraOutput(x, part), LoraOutput(u, part), "silu", store
+            ),
+            plain=lambda x, u, part=part: reference.gated_lora_(
+                LoraOutput(x, part), LoraOutput(u, part), "silu", False
+            ),
         )
         added = (of_down, None, None) if store else (of_down, part, part)
         yield Subject(
@@ -295,8 +299,9 @@ def gated_loras(shape: Shape) -> Iterator[Subject]:
 
 
 def _gated_backward(run: Run, added: Sequence[Any], g: Tensor, gate: Tensor, up: Tensor) -> Any:
-    of_g, of_gate, of_up = added
-    return run(g, of_g, gate, of_gate, up, of_up, "silu", gate, up)
+    from unsloth_pack.kernels import LoraOutput
+
+    return run(*map(LoraOutput, (g, gate, up), added), "silu", gate, up)
 
 
 def experts(shape: Shape) -> Iterator[Subject]:

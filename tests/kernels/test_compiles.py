@@ -78,9 +78,10 @@ GATED_LORA = """
 for dtype, rank in ((torch.bfloat16, 32), (torch.float32, 128)):
     gate, up, g = (randn(2048, 4096).to(dtype) for _ in range(3))
     part = kernels.LowRank(randn(2048, rank).to(dtype), randn(4096, rank).to(dtype))
-    kernels.gated_lora_(gate, part, up, part, "silu", rank > 32)
+    kernels.gated_lora_(kernels.LoraOutput(gate, part), kernels.LoraOutput(up, part), "silu", rank > 32)
     for parts in ([part] * 3, [part, None, None]):
-        kernels.gated_lora_backward_(g, parts[0], gate, parts[1], up, parts[2], "silu", gate, up)
+        outputs = map(kernels.LoraOutput, (g, gate, up), parts)
+        kernels.gated_lora_backward_(*outputs, "silu", gate, up)
 """
 EVERY_ONE = """
 functions = [value for module in modules for value in vars(module).values()]

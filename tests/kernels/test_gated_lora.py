@@ -10,7 +10,7 @@ from exactness import DEVICE
 from interpreter import sum_in_one_order
 from torch import Tensor
 
-from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_
+from unsloth_pack.kernels import LoraOutput, LowRank, gated_lora_, gated_lora_backward_
 
 pytest.importorskip("triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,16 +48,18 @@ def ours(gate, up, g_out, activation, parts, in_place=False, padding: int = 0) -
     of_gate, of_up, of_g = parts
     gate, up, again = (wide(x, padding) for x in (gate, up, g_out))
     before = gate.clone(), up.clone()
-    product = gated_lora_(gate, of_gate, up, of_up, activation, store=False)
+    product = gated_lora_(LoraOutput(gate, of_gate), LoraOutput(up, of_up), activation, store=False)
     stored = wide(gate, padding), wide(up, padding)
-    assert torch.equal(product, gated_lora_(stored[0], of_gate, stored[1], of_up, activation, store=True))
+    sums = LoraOutput(stored[0], of_gate), LoraOutput(stored[1], of_up)
+    assert torch.equal(product, gated_lora_(*sums, activation, store=True))
     g_gate, g_up = (gate, up) if in_place else (torch.full_like(x, torch.nan) for x in (gate, up))
-    products = gated_lora_backward_(again, of_g, gate, of_gate, up, of_up, activation, g_gate, g_up)
+    outputs = map(LoraOutput, (again, gate, up), (of_g, of_gate, of_up))
+    products = gated_lora_backward_(*outputs, activation, g_gate, g_up)
     assert in_place or all(map(torch.equal, (gate, up), before))
     assert torch.equal(product, again)
     check_products(products, [again, g_gate, g_up], [of_g, of_gate, of_up])
     of_sums = [g_out.clone(), torch.full_like(gate, torch.nan), torch.full_like(up, torch.nan)]
-    gated_lora_backward_(of_sums[0], of_g, stored[0], None, stored[1], None, activation, *of_sums[1:])
+    gated_lora_backward_(LoraOutput(of_sums[0], of_g), *map(LoraOutput, stored), activation, *of_sums[1:])
     assert all(map(torch.equal, of_sums, (again, g_gate, g_up)))
     return [product, g_gate, g_up]
 

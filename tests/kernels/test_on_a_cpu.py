@@ -8,7 +8,7 @@ CALLS = {
     "rms_norm": "(randn(5, 8), randn(8), 1e-6, 1.0)",
     "add_rms_norm": "(randn(5, 8), randn(5, 8), randn(8), 1e-6, 1.0)",
     "gated": "(randn(5, 8), randn(5, 8), 'silu')",
-    "gated_lora_": "(randn(5, 8), low_rank, randn(5, 8), low_rank, 'silu', False)",
+    "gated_lora_": "(LoraOutput(randn(5, 8), low_rank), LoraOutput(randn(5, 8)), 'silu', False)",
     "relu2": "(randn(3, 5),)",
     "xielu": "(randn(3, 5), *map(torch.tensor, ([0.2], [-1.0], 0.5, -1e-6)))",
     "rope_qk": "(randn(5, 4, 8), randn(5, 2, 8), randn(5, 8), randn(5, 8))",
@@ -25,7 +25,7 @@ sys.modules["triton"] = None
 import torch
 from torch import randn
 from unsloth_pack import kernels
-from unsloth_pack.kernels import Gate, InnerSum, LowRank, reference
+from unsloth_pack.kernels import Gate, InnerSum, LoraOutput, LowRank, reference
 
 low_rank = LowRank(randn(5, 2), randn(8, 2))
 for what, arguments in {calls}.items():

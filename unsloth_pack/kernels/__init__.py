@@ -10,6 +10,7 @@ from unsloth_pack.kernels.arguments import (
     ExtraLogits,
     Gate,
     InnerSum,
+    LoraOutput,
     LowRank,
     NestedScales,
     QKNorm,

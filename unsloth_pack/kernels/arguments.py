@@ -8,8 +8,6 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from unsloth_pack.kernels.launch import wide_dtype
-
 
 class Scaled(NamedTuple):
     """A matrix and its factor."""
@@ -51,16 +49,6 @@ class InnerSum(NamedTuple):
     bias: Tensor | None = None  # `[E, 2F]`, or None
     expert: Tensor | None = None  # `[S]` integers, the expert of each row. None without a bias
 
-    def total(self) -> Tensor:
-        """Return the sum `[S, 2F]` in the dtype of `base`."""
-        wide = self.base.to(wide_dtype(self.base), copy=True)
-        if self.low_rank is not None:
-            wide += self.low_rank.scale * self.low_rank.values
-        if self.bias is not None:
-            assert self.expert is not None
-            wide += self.bias[self.expert.long()]
-        return wide.to(self.base.dtype)
-
 
 class LowRank(NamedTuple):
     """A matrix `[N, F]` of low rank: scale * left rightᵀ."""
@@ -68,6 +56,13 @@ class LowRank(NamedTuple):
     left: Tensor  # `[N, r]`
     right: Tensor  # `[F, r]`, any strides
     scale: float = 1.0
+
+
+class LoraOutput(NamedTuple):
+    """The output of a LoRA layer in parts: base + low_rank, rounded once to the dtype of `base`."""
+
+    base: Tensor  # `[N, F]`
+    low_rank: LowRank | None = None
 
 
 Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob

@@ -162,16 +162,11 @@ class _VarlenAttention(torch.autograd.Function):
                 tensors = (q, k, v, shift, norm, g_out, delta, *into, k.numel())
                 _launch(kv_gradient_kernel, tile, False, tensors, strided, cu_seqlens, options, members)
         gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
-        g_sinks = _sinks_gradient(sinks, shift, norm, delta) if ctx.needs_input_grad[4] else None
+        g_sinks = None
+        if ctx.needs_input_grad[4]:  # shift is in units of ln 2
+            weight = torch.exp2(sinks.float() / math.log(2) - shift) * (1 if norm is None else norm)
+            g_sinks = -(weight * delta).sum(0).to(sinks.dtype)
         return gq, gk, gv, None, g_sinks, None
-
-
-def _sinks_gradient(sinks: Tensor, shift: Tensor, norm: Tensor | None, delta: Tensor) -> Tensor:
-    """Return the gradient of sinks, `[H]`; shift is in units of ln 2."""
-    weight = torch.exp2(sinks.float() / math.log(2) - shift)
-    if norm is not None:
-        weight = weight * norm
-    return -(weight * delta).sum(0).to(sinks.dtype)
 
 
 def _count_members(q: Tensor, k: Tensor, tile: Tile) -> int:

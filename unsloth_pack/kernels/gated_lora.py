@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import reference
-from unsloth_pack.kernels.arguments import LowRank
+from unsloth_pack.kernels.arguments import LoraOutput, LowRank
 from unsloth_pack.kernels.elementwise import product_and_gradients
 from unsloth_pack.kernels.launch import (
     as_rows,
@@ -79,15 +79,12 @@ class _Blocks(NamedTuple):
         return (triton.cdiv(N, self.rows * self.tiles) * triton.cdiv(F, self.columns),)
 
 
-def gated_lora_(
-    gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
-) -> Tensor:
-    """Compute act(gate + of_gate) * (up + of_up), without autograd.
+def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) -> Tensor:
+    """Compute act(gate) * up, without autograd.
 
     Args:
-        gate, up: `[N, F]` of one dtype. With `store` they become the sums; their rows then need one stride,
-            must be contiguous and may not overlap.
-        of_gate, of_up: the low-rank parts.
+        gate, up: `[N, F]`, of one dtype. With `store` their bases become the sums: their rows then need one
+            stride, must be contiguous and may not overlap.
         activation: as for `gated`.
 
     Returns:
@@ -95,15 +92,16 @@ def gated_lora_(
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
-    if not takes_fused_path(gate, up):
-        return reference.gated_lora_(gate, of_gate, up, of_up, activation, store)
-    (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
-    out = gate.new_empty(gate.shape)
-    parts = [_part(of_gate, gate), _part(of_up, up)]
-    blocks = _Blocks.choose(gate, 2, parts)
-    with torch.cuda.device_of(gate):
-        _gated_lora_kernel[blocks.grid(gate)](
-            *(gate_rows, up_rows, out, *parts[0], *parts[1], *gate.shape, gate_sr, up_sr, store, activation),
+    like = gate.base
+    if not takes_fused_path(like, up.base):
+        return reference.gated_lora_(gate, up, activation, store)
+    (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate.base), as_rows(up.base)
+    out = like.new_empty(like.shape)
+    parts = [_part(gate.low_rank, like), _part(up.low_rank, like)]
+    blocks = _Blocks.choose(like, 2, parts)
+    with torch.cuda.device_of(like):
+        _gated_lora_kernel[blocks.grid(like)](
+            *(gate_rows, up_rows, out, *parts[0], *parts[1], *like.shape, gate_sr, up_sr, store, activation),
             *blocks,
             num_warps=_WARPS,
         )
@@ -111,49 +109,38 @@ def gated_lora_(
 
 
 def gated_lora_backward_(
-    g_out: Tensor,
-    of_g_out: LowRank | None,
-    gate: Tensor,
-    of_gate: LowRank | None,
-    up: Tensor,
-    of_up: LowRank | None,
-    activation: str,
-    g_gate: Tensor,
-    g_up: Tensor,
+    g_out: LoraOutput, gate: LoraOutput, up: LoraOutput, activation: str, g_gate: Tensor, g_up: Tensor
 ) -> list[Tensor | None]:
     """Run the backward pass of `gated_lora_`, and compute the product again.
 
     Args:
-        g_out: `[N, F]`; with `of_g_out` added, the gradient of the product. Overwritten by the product.
-        of_g_out: g_out's low-rank part, or None.
-        gate, of_gate, up, of_up, activation: as for `gated_lora_`, of the dtype of g_out; None adds nothing.
-        g_gate, g_up: the gradients of the sums are written there; may be gate and up themselves.
+        g_out: `[N, F]`, the gradient of the product. Its base is overwritten by the product.
+        gate, up, activation: as for `gated_lora_`, of the dtype of g_out.
+        g_gate, g_up: the gradients of the sums are written there; may be the bases of gate and up.
 
     Returns:
-        productᵀ left of of_g_out, g_gateᵀ left of of_gate and g_upᵀ left of of_up, `[F, r]` each, without
-        the scales, in float32 (float64 for float64); None where that part is None.
+        productᵀ left of g_out's low-rank part, g_gateᵀ left of gate's and g_upᵀ left of up's, `[F, r]` each,
+        without the scales, in float32 (float64 for float64); None without that part.
     """
-    added = [of_g_out, of_gate, of_up]
-    if not takes_fused_path(gate, up):
-        return reference.gated_lora_backward_(
-            g_out, of_g_out, gate, of_gate, up, of_up, activation, g_gate, g_up
-        )
-    tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
-    parts = [_part(part, gate) for part in added]
-    blocks, sums = _Blocks.choose(gate, 3, parts), None
-    if gate.element_size() == 2 and 0 < max(part.rank for part in parts) <= _MAX_SUMMED_RANK:
-        blocks = blocks.with_fewer_sums(gate)
-        shape = (triton.cdiv(len(gate), blocks.rows * blocks.tiles), 3, gate.shape[1], blocks.ranks)
-        sums = torch.empty(shape, dtype=torch.float32, device=gate.device)
-    with torch.cuda.device_of(gate):
-        _gated_lora_backward_kernel[blocks.grid(gate)](
-            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *gate.shape, *strides, activation, *blocks),
+    like, added = gate.base, [g_out.low_rank, gate.low_rank, up.low_rank]
+    if not takes_fused_path(like, up.base):
+        return reference.gated_lora_backward_(g_out, gate, up, activation, g_gate, g_up)
+    tensors, strides = zip(*map(as_rows, (g_out.base, gate.base, up.base, g_gate, g_up)), strict=True)
+    parts = [_part(part, like) for part in added]
+    blocks, sums = _Blocks.choose(like, 3, parts), None
+    if like.element_size() == 2 and 0 < max(part.rank for part in parts) <= _MAX_SUMMED_RANK:
+        blocks = blocks.with_fewer_sums(like)
+        shape = (triton.cdiv(len(like), blocks.rows * blocks.tiles), 3, like.shape[1], blocks.ranks)
+        sums = torch.empty(shape, dtype=torch.float32, device=like.device)
+    with torch.cuda.device_of(like):
+        _gated_lora_backward_kernel[blocks.grid(like)](
+            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *like.shape, *strides, activation, *blocks),
             num_warps=_WARPS,
         )
     if sums is not None:
         totals = zip(sums.sum(0), parts, strict=True)
         return [total[:, : part.rank] if part.rank else None for total, part in totals]
-    return [_product(x, part) for x, part in zip((g_out, g_gate, g_up), added, strict=True)]
+    return [_product(x, part) for x, part in zip((g_out.base, g_gate, g_up), added, strict=True)]
 
 
 def _product(x: Tensor, part: LowRank | None) -> Tensor | None:

@@ -20,7 +20,7 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, R columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -168,12 +168,16 @@ class HeadPass:
             turn: called with logits `[L, V]`, labels `[L]` and the chunk.
             scores_N: written by `turn`, if their sum is what gets the gradient: sign * log-probabilities.
         """
-        V, g_h = len(self._weight), self.gradients[3]
-        most = max_chunk_rows(V, self._hidden_TC)
+        V, N, g_h = len(self._weight), len(self._rows), self.gradients[3]
+        fit = _CHUNK_BYTES // (V * self._hidden_TC.element_size())
+        most = max(_MIN_ROWS if self._hidden_TC.is_cuda else _STEP, fit - fit % _STEP)
+        # As few chunks as possible, with no small one at the end
+        size = max(1, -(-N // (_STEP * max(1, -(-N // most))))) * _STEP
         # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
         buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V))
         with torch.autocast(buffer_LV.device.type, enabled=False):
-            for chunk in split_evenly(len(self._rows), most):
+            for start in range(0, N, size):
+                chunk = slice(start, min(start + size, N))
                 x_LC, labels_L = self._hidden_TC.index_select(0, self._rows[chunk]), self._labels_N[chunk]
                 logits_LV = self._compute_logits(x_LC, buffer_LV, chunk)
                 label_logits_L1 = None
@@ -244,19 +248,6 @@ def spread_gradients(
 def scale_rounded_once(x: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Compute x * factor in `dtype`. x stays: the backward may run again."""
     return None if x is None else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-
-
-def max_chunk_rows(V: int, like: Tensor) -> int:
-    """Return the rows of logits that fit into the budget."""
-    fit = _CHUNK_BYTES // (V * like.element_size())
-    return max(_MIN_ROWS if like.is_cuda else _STEP, fit - fit % _STEP)
-
-
-def split_evenly(N: int, most: int) -> Iterator[slice]:
-    """Split N rows into as few chunks of at most `most` as possible, with no small one at the end."""
-    size = -(-N // max(1, -(-N // most)))
-    size = max(1, -(-size // _STEP)) * _STEP
-    return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
 def linear_cross_entropy(

@@ -47,9 +47,10 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
         return reference.routed_gate_(inner, weight, gate, keep)
     S, F = len(inner.base), inner.base.shape[1] // 2
     out = inner.base.new_empty((S, F))
+    of_sum, of_gate = _flatten(inner, gate)
     with torch.cuda.device_of(out):
         _routed_gate_kernel[(S,)](
-            *(*_get_inner_arguments(inner), weight, weight.stride(0), out, F, *_get_gate_arguments(gate)),
+            *(*of_sum, weight, weight.stride(0), out, F, *of_gate),
             *(keep, gate.activation, gate.interleaved, _choose_block(F)),
             num_warps=_WARPS,
         )
@@ -76,10 +77,11 @@ def routed_gate_backward_(
     if not takes_fused_path(inner.base, weight):
         return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
     g_weight = torch.empty(S, dtype=torch.float32, device=g_out.device)
+    of_sum, of_gate = _flatten(inner, gate)
     with torch.cuda.device_of(g_out):
         _routed_gate_backward_kernel[(S,)](
-            *(g_out, more, scale, *_get_inner_arguments(inner), weight, weight.stride(0)),
-            *(g_inner, g_weight, F, *_get_gate_arguments(gate), gate.activation, gate.interleaved),
+            *(g_out, more, scale, *of_sum, weight, weight.stride(0), g_inner, g_weight, F, *of_gate),
+            *(gate.activation, gate.interleaved),
             _choose_block(F),
             num_warps=_WARPS,
         )
@@ -114,13 +116,11 @@ def _choose_block(columns: int) -> int:
     return min(_BLOCK, triton.next_power_of_2(columns))
 
 
-def _get_inner_arguments(inner: InnerSum) -> tuple[Tensor | float | None, ...]:
+def _flatten(inner: InnerSum, gate: Gate) -> tuple[list[Tensor | float | None], list[float]]:
+    """Return the arguments of a kernel for the sum, and for the product."""
     low_rank, scale = (None, 0.0) if inner.low_rank is None else inner.low_rank
-    return inner.base, low_rank, scale, inner.bias, inner.expert
-
-
-def _get_gate_arguments(gate: Gate) -> tuple[float, float, float]:
-    return gate.alpha, float("inf") if gate.limit is None else gate.limit, gate.offset
+    limit = float("inf") if gate.limit is None else gate.limit
+    return [inner.base, low_rank, scale, inner.bias, inner.expert], [gate.alpha, limit, gate.offset]
 
 
 # F and C are specialised: Triton must know that 16 divides them for 16-byte accesses.

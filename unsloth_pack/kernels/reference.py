@@ -18,7 +18,7 @@ from unsloth_pack.kernels.arguments import (
     Field,
     Gate,
     InnerSum,
-    LowRank,
+    LoraOutput,
     NestedScales,
     QKNorm,
     Scaled,
@@ -28,17 +28,26 @@ from unsloth_pack.kernels.launch import wide_dtype
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
-    total = inner.total()
+    total = _total(inner)
     if keep:
         inner.base.copy_(total)
     product = gate.product(*gate.halves(total.to(wide_dtype(total))))
     return (weight[:, None] * product).to(total.dtype)
 
 
+def _total(inner: InnerSum) -> Tensor:
+    wide = inner.base.to(wide_dtype(inner.base), copy=True)
+    if inner.low_rank is not None:
+        wide += inner.low_rank.scale * inner.low_rank.values
+    if inner.bias is not None and inner.expert is not None:
+        wide += inner.bias[inner.expert.long()]
+    return wide.to(inner.base.dtype)
+
+
 def routed_gate_backward_(
     g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
 ) -> Tensor:
-    total = inner.total().to(wide_dtype(g_out)).requires_grad_()
+    total = _total(inner).to(wide_dtype(g_out)).requires_grad_()
     g = g_out.to(total.dtype)
     if of_g_out is not None:
         g = g + of_g_out.scale * of_g_out.values
@@ -103,47 +112,37 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     return (torch.where(wide >= 0, above, below) + beta * wide).to(x.dtype)
 
 
-def gated_lora_(
-    gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
-) -> Tensor:
-    sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
+def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) -> Tensor:
+    x, u = (_sum(y).to(y.base.dtype) for y in (gate, up))
     if store:
-        gate.copy_(sums[0])
-        up.copy_(sums[1])
-    return gated(*sums, activation)
+        gate.base.copy_(x)
+        up.base.copy_(u)
+    return gated(x, u, activation)
 
 
 def gated_lora_backward_(
-    g_out: Tensor,
-    of_g_out: LowRank | None,
-    gate: Tensor,
-    of_gate: LowRank | None,
-    up: Tensor,
-    of_up: LowRank | None,
-    activation: str,
-    g_gate: Tensor,
-    g_up: Tensor,
+    g_out: LoraOutput, gate: LoraOutput, up: LoraOutput, activation: str, g_gate: Tensor, g_up: Tensor
 ) -> list[Tensor | None]:
-    wide = wide_dtype(gate)
-    x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
+    wide = wide_dtype(gate.base)
+    x, u = (_sum(y).to(y.base.dtype).to(wide).requires_grad_() for y in (gate, up))
     with torch.enable_grad():
         product = gated(x, u, activation)
-    grads = torch.autograd.grad(product, (x, u), _sum(g_out, of_g_out))
+    grads = torch.autograd.grad(product, (x, u), _sum(g_out))
     products: list[Tensor | None] = []
-    outputs, parts = (g_out, g_gate, g_up), (of_g_out, of_gate, of_up)
+    outputs, parts = (g_out.base, g_gate, g_up), (g_out.low_rank, gate.low_rank, up.low_rank)
     for output, result, part in zip(outputs, (product, *grads), parts, strict=True):
         output.detach().copy_(result.detach())
         products.append(None if part is None else output.detach().t().to(wide) @ part.left.to(wide))
     return products
 
 
-def _sum(x: Tensor, part: LowRank | None) -> Tensor:
-    """Add the part to x, in float32 or wider."""
-    wide = x.detach().to(wide_dtype(x), copy=True)
-    if part is None:
+def _sum(x: LoraOutput) -> Tensor:
+    """Add up in float32 or wider."""
+    wide = x.base.detach().to(wide_dtype(x.base), copy=True)
+    if x.low_rank is None:
         return wide
-    left, right = part.left.to(wide.dtype), part.right.to(wide.dtype)
-    return wide.addmm_(left, right.t(), alpha=part.scale)
+    left, right = x.low_rank.left.to(wide.dtype), x.low_rank.right.to(wide.dtype)
+    return wide.addmm_(left, right.t(), alpha=x.low_rank.scale)
 
 
 def rope_qk(

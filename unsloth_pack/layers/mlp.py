@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2CLS, ACT2FN
 
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
-from unsloth_pack.kernels import gated, gated_lora_backward_, relu2, xielu
+from unsloth_pack.kernels import LoraOutput, gated, gated_lora_backward_, relu2, xielu
 from unsloth_pack.kernels.launch import is_last_pass, multiply
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project, with_recipe
@@ -130,8 +130,8 @@ class _TrainedGatedMLP(torch.autograd.Function):
         # Kept tensors may be read again; any other gives its memory to its gradient
         grads = [torch.empty_like(y_NO) for y_NO in saved] if saved and not is_last_pass() else outputs
         product_NF = g_NO @ params[-2].to(plan.dtype)  # holds its gradient until the kernel has run
-        gate, up = gate_and_up(outputs)
-        gated_lora_backward_(product_NF, None, gate, None, up, None, plan.activation, *gate_and_up(grads))
+        g_out, gate, up = map(LoraOutput, (product_NF, *gate_and_up(outputs)))
+        gated_lora_backward_(g_out, gate, up, plan.activation, *gate_and_up(grads))
         down_gradients = _weight_gradients(g_NO, product_NF, params[-2:], needed[-2:])
         del product_NF
         inner_gradients = [

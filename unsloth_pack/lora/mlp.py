@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import Fp8Columns, LowRank, gated_lora_, gated_lora_backward_
+from unsloth_pack.kernels import Fp8Columns, LoraOutput, LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.gated_lora import should_store
 from unsloth_pack.kernels.launch import is_last_pass, once_differentiable
 from unsloth_pack.lora import arithmetic
@@ -182,14 +182,14 @@ class _Inside(NamedTuple):
         return self._replace(h=self.h[rows], outputs=[y[rows] for y in self.outputs])
 
     @property
-    def gate_and_up(self) -> tuple[Tensor, LowRank, Tensor, LowRank]:
-        """Return gate and up, each followed by its low-rank part."""
+    def gate_and_up(self) -> tuple[LoraOutput, LoraOutput]:
+        """Return gate and up with their low-rank parts."""
         gate, up = gate_and_up(self.outputs)
         parts = [LowRank(self.h[:, p.ranks], p.b_Or, p.scaling) for p in self.layers]
         if len(parts) == 1:
             ((h_tr, b_Or, scaling),) = parts
             parts = [LowRank(h_tr, b_Fr, scaling) for b_Fr in b_Or.chunk(2)]
-        return gate, parts[0], up, parts[1]
+        return LoraOutput(gate, parts[0]), LoraOutput(up, parts[1])
 
 
 def _backward_through_down(
@@ -206,11 +206,11 @@ def _backward_through_down(
     gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
     # The gradient of the product, until the kernel has overwritten it by the product
     product_tF, rest = arithmetic.backward_to_input_base(g_tO, gh_tr, *down, first_row, columns)
-    gate, gate_part, up, up_part = inside.gate_and_up
-    parts = (None, None) if inside.stored else (gate_part, up_part)
-    grad_a_Fr, *inner_grads = gated_lora_backward_(
-        product_tF, rest, gate, parts[0], up, parts[1], activation, *gate_and_up(grads)
-    )
+    gate, up = inside.gate_and_up
+    if inside.stored:
+        gate, up = LoraOutput(gate.base), LoraOutput(up.base)
+    g_out = LoraOutput(product_tF, rest)
+    grad_a_Fr, *inner_grads = gated_lora_backward_(g_out, gate, up, activation, *gate_and_up(grads))
     if grad_a_Fr is None:
         grad_a_rF = arithmetic.backward_to_a(gh_tr, product_tF, down.layers, first_row)
     else:
