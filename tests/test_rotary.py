@@ -5,8 +5,6 @@ import torch
 from tiny import error, random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.layers.rotary import RotaryTables
-from unsloth_pack.packed_row.row import PackedRow
 
 
 def rope(kind, **parameters):
@@ -51,23 +49,3 @@ def test_a_short_document_beside_a_long_one_turns_as_it_would_alone(arch, overri
         got = run_packed(model, documents).logits
         assert error(got, truth) <= 1.5 * error(plain, truth)
     assert error(run_packed(model, documents[:1]).logits, truth[:20]) <= 1.5 * error(plain[:20], truth[:20])
-
-
-def test_a_table_grows_to_the_last_position():
-    model = tiny_model("llama", torch.float32, device="cpu")
-    tables = RotaryTables(model.get_base_model().base_model.rotary_emb, None)
-    for longest in (5, 256, 257, 600):
-        cos, _, rows = tables.for_row(PackedRow.of_lengths((3, longest), torch.device("cpu")))
-        assert len(cos) > int(rows.max()) == longest - 1
-        assert len(cos) < longest + 256
-    assert tables.for_row(PackedRow.of_lengths((3, 5), torch.device("cpu")))[0] is cos
-    assert tables.for_row(PackedRow.of_lengths((3, 5), torch.device("meta")))[0].is_meta
-
-
-@pytest.mark.parametrize(("name", "is_static"), zip(ROPES, (False, False, False, True, True), strict=True))
-def test_whether_documents_of_all_lengths_turn_alike(name, is_static):
-    arch, overrides = ROPES[name]
-    model = tiny_model(arch, device="cpu", **overrides)
-    patch_model(model)
-    tables = model.get_base_model().base_model.rotary_tables
-    assert all(table.is_static for table in tables.values()) == is_static

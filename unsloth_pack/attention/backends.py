@@ -183,9 +183,8 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
         why = f"fastest that can run here ({'; '.join(skipped)})" if skipped else "fastest of all"
     elif reason := why_unavailable(name, need):
         able = [candidate for candidate in BACKENDS if why_unavailable(candidate, need) is None]
-        raise BackendUnavailable(
-            f"{source} {name!r} cannot run: {reason}; use 'auto' or one of {', '.join(able)}"
-        )
+        remedy = f"use 'auto' or one of {', '.join(able)}"
+        raise BackendUnavailable(f"{source} {name!r} cannot run: {reason}; {remedy}")
     else:
         chosen, why = name, f"asked for by {source}"
     kernel = BACKENDS[chosen].kernel_name(need)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -156,24 +157,17 @@ def flash_attn_4() -> VarlenKernel:
     return VarlenKernel("flash-attn 4", varlen, capability=(9, 0), head_dims=(32, 64, 128))
 
 
-def flash_attn_3() -> VarlenKernel:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    return VarlenKernel("flash-attn 3", flash_attn_varlen_func, capability=(9, 0))
-
-
-def flash_attn_2() -> VarlenKernel:
-    from flash_attn import flash_attn_varlen_func
-
-    return VarlenKernel("flash-attn 2", flash_attn_varlen_func)
+def _import_kernel(
+    name: str, module: str, function: str, capability: tuple[int, int] = (8, 0)
+) -> VarlenKernel:
+    return VarlenKernel(name, getattr(import_module(module), function), capability)
 
 
-def torch_flash() -> VarlenKernel:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return VarlenKernel("torch's FlashAttention", varlen_attn)
-
-
+flash_attn_3 = partial(
+    _import_kernel, "flash-attn 3", "flash_attn_interface", "flash_attn_varlen_func", (9, 0)
+)
+flash_attn_2 = partial(_import_kernel, "flash-attn 2", "flash_attn", "flash_attn_varlen_func")
+torch_flash = partial(_import_kernel, "torch's FlashAttention", "torch.nn.attention.varlen", "varlen_attn")
 KERNELS = (flash_attn_4, flash_attn_3, flash_attn_2, torch_flash)  # fastest first
 
 
@@ -188,7 +182,7 @@ def varlen_kernel(head_dim: int, options: AttentionOptions) -> VarlenKernel | No
 def _kernels() -> list[VarlenKernel]:
     kernels = []
     for load in KERNELS:
-        with suppress(ImportError):
+        with suppress(ImportError, AttributeError):
             kernels.append(load())
     return kernels
 
