@@ -157,7 +157,7 @@ def replay_nothing(graphs: Any) -> None:
     from unsloth_pack.cuda_graphs import step as step_graphs
     from unsloth_pack.layers.mixers import attention
 
-    capture_bucket = step_graphs.capture_bucket
+    captured_shape = step_graphs.CapturedShape
     instead = {
         **dict.fromkeys(("CUDAGraph", "Stream", "current_stream"), lambda: MagicMock(replay=lambda: None)),
         **dict.fromkeys(("graph", "use_mem_pool", "stream"), lambda *_, **__: nullcontext()),
@@ -177,9 +177,9 @@ def replay_nothing(graphs: Any) -> None:
             stack.enter_context(patch.object(torch, "zeros", on_host))
             # The CPU's own reads the row on the host, which a static one does not describe
             stack.enter_context(patch.object(attention, "attend", lambda q, k, v, *_: q + k.sum() + v.sum()))
-            return capture_bucket(*args)
+            return captured_shape(*args)
 
-    step_graphs.capture_bucket = capture
+    step_graphs.CapturedShape = capture
     graphs.why_never = graphs.why_not = None
 
 

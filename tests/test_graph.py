@@ -16,7 +16,7 @@ from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
 from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput, _Replayed, capture_bucket
+from unsloth_pack.cuda_graphs.capture import CapturedShape, DecoderState, StepOutput, _Replayed
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
 from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
@@ -245,7 +245,7 @@ def held_up(monkeypatch):
 def test_which_forms_are_captured(held_up, monkeypatch):
     """The third row of a shape, or any longer row once there are graphs; not a row that wastes a little."""
     monkeypatch.setattr(
-        "unsloth_pack.cuda_graphs.step.capture_bucket", lambda decoder, bucket, *_: bucket.tokens
+        "unsloth_pack.cuda_graphs.step.CapturedShape", lambda decoder, bucket, *_: bucket.tokens
     )
     monkeypatch.setattr("unsloth_pack.cuda_graphs.step.MAX_FORMS", 3)
     graphs = StepGraphs(None)
@@ -301,7 +301,7 @@ def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
         return captured_form(lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", capture_there)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.CapturedShape", capture_there)
     model = patched()
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
     graphs = StepGraphs(None)
@@ -358,7 +358,7 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
         captures.append(captured_form(lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", capture_anew)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.CapturedShape", capture_anew)
     model = patched(lora={"lora_dropout": 0.5})
     decoder, row = model.get_decoder(), PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
@@ -473,7 +473,7 @@ def trusted(held_up, monkeypatch):
         return ids
 
     monkeypatch.setattr(
-        "unsloth_pack.cuda_graphs.step.capture_bucket",
+        "unsloth_pack.cuda_graphs.step.CapturedShape",
         lambda *_: SimpleNamespace(launch=launch, output=lambda row, ids: "replayed"),
     )
     model = patched(lora={"lora_dropout": 0.5})
@@ -594,14 +594,14 @@ def test_router_logits_are_captured_with_their_gradients(recorded, held_up, monk
 
 
 def test_a_replay_is_of_the_row_that_came(recorded):
-    captured = capture_bucket(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
-    (weight,) = captured.step.parameters
+    captured = CapturedShape(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
+    (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
         row = PackedRow.of_lengths(lengths, CPU)
         hidden = captured.output(row, captured.launch(row, ids[None])).hidden
         assert torch.equal(hidden[0], weight[ids])
-        ends = captured.step.row.cu_seqlens.tolist()[: len(lengths) + 1]
+        ends = captured.row.cu_seqlens.tolist()[: len(lengths) + 1]
         assert ends == [0, *torch.tensor(lengths).cumsum(0)]
         of_hidden = torch.randn(hidden.shape)
         (found,) = torch.autograd.grad(hidden, weight, of_hidden)

@@ -139,7 +139,7 @@ def test_graphs_leave_room_for_a_step_with_its_backward_pass():
 
 @pytest.fixture
 def decoder(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", lambda *_: CAPTURED)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.CapturedShape", lambda *_: CAPTURED)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     return model.get_decoder()
@@ -208,7 +208,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
         return StepOutput(torch.randn(*ids.shape, 64), None)
 
     captured = SimpleNamespace(launch=lambda row, ids: ids, output=replay)
-    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_bucket", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.CapturedShape", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs

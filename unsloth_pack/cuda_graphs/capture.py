@@ -87,45 +87,12 @@ class StepOutput:
         return [self.hidden, *(self.router_logits or ())]
 
 
-@dataclass(frozen=True, eq=False)
-class CapturedShape:
-    """The graphs of a shape, and the static tensors that they read and write."""
-
-    memory: GraphMemory  # the pool of the graphs
-    step: "_StaticStep"  # owns what the graphs read
-    forward_graph: torch.cuda.CUDAGraph  # reads the step's row, inputs and parameters, writes `outputs`
-    # reads `grads` and the saved activations, writes `gradients` and `input_gradients`
-    backward_graph: torch.cuda.CUDAGraph
-    # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
-    # after a replay
-    outputs: list[Tensor]
-    grads: list[Tensor | None]  # of the outputs; None for one that no parameter reaches
-    gradients: FlatGradients  # of the step's parameters
-    input_gradients: list[Tensor | None]  # `[tokens, C]` each, of the inputs that train
-
-    def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
-        """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
-        tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
-        self.step.inputs.fill(tensors, row.n_tokens)
-        self.step.row.fill(row)
-        if self.step.blocks is not None:
-            self.step.blocks.fill(row)
-        self.forward_graph.replay()
-        return tensors
-
-    def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
-        """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
-        trained = inputs if self.step.inputs.leaves else ()
-        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.step.parameters)
-        return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
-
-
 class _Replayed(torch.autograd.Function):
     """Copy the outputs of the forward graph, `[tokens, ..]`; the backward pass replays the other graph."""
 
     @staticmethod
     def forward(
-        ctx: Any, captured: CapturedShape, n_tokens: int, *inputs_and_parameters: Tensor
+        ctx: Any, captured: "CapturedShape", n_tokens: int, *inputs_and_parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         ctx.set_materialize_grads(False)
@@ -162,44 +129,12 @@ class _StaticBlocks:
             blocks.fill(row, window, self._spare, self._padding)
 
 
-def capture_bucket(
-    decoder: CapturableDecoder,
-    bucket: ShapeBucket,
-    device: torch.device,
-    memory: GraphMemory,
-    windows: Iterable[int | None] = (),
-) -> CapturedShape:
-    """Capture the forward and backward pass of a decoder, on the current device, over rows of a shape.
+class CapturedShape:
+    """The graphs of a decoder's step over rows of a shape, and the static tensors that they read and write.
 
-    `windows` are those of its layers, for a shape with blocks. After a RuntimeError, by a capture that failed
-    or memory that ran out, call `memory.give_back`.
+    They are captured on the current device. After a RuntimeError, by a capture that failed or memory that ran
+    out, call `memory.give_back`. `windows` are those of the layers, for a shape with blocks.
     """
-    step = _StaticStep(decoder, bucket, device, memory, windows)
-    torch.cuda.empty_cache()  # frees the memory of uncaptured steps: the graphs have a pool of their own
-    grads = step.warm_up(decoder, memory)
-    forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with memory.capturing(forward_graph):
-        output = step.forward(decoder)
-    dtypes = [p.dtype for p in step.parameters] or [torch.float32]
-    n = len(step.parameters)
-    with memory.capturing(backward_graph):
-        leaf_grads = step.backward(output, grads)
-        gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
-    gradients.release_to_pool()
-    return CapturedShape(
-        memory,
-        step,
-        forward_graph,
-        backward_graph,
-        outputs=[alias_memory(x).view(bucket.tokens, -1) for x in output.tensors],
-        grads=[None if grad is None else grad.view(bucket.tokens, -1) for grad in grads],
-        gradients=gradients,
-        input_gradients=[None if grad is None else alias_memory(grad) for grad in leaf_grads[n:]],
-    )
-
-
-class _StaticStep:
-    """A decoder's step over static tensors, for the warm-up and the capture."""
 
     def __init__(
         self,
@@ -207,7 +142,7 @@ class _StaticStep:
         bucket: ShapeBucket,
         device: torch.device,
         memory: GraphMemory,
-        windows: Iterable[int | None],
+        windows: Iterable[int | None] = (),
     ):
         sizes = bucket.tokens, bucket.segments, bucket.longest
         self.row = PackedRow.static(*sizes, device, bucket.axes, bucket.blocks is not None)
@@ -217,48 +152,90 @@ class _StaticStep:
         self.inputs = StaticInputs(bucket.tokens, bucket.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         dtype = bucket.autocast or decoder.get_input_embeddings().weight.dtype
-        self.placeholders = PlaceholderParams(decoder, dtype, memory)
-        self.recomputed = RecomputedLayers(decoder, memory)
-        self._leaves = [*self.placeholders.get(self.parameters), *self.inputs.leaves]
+        self._placeholders = PlaceholderParams(decoder, dtype, memory)
+        self._recomputed = RecomputedLayers(decoder, memory)
+        self._leaves = [*self._placeholders.get(self.parameters), *self.inputs.leaves]
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
+        self.memory = memory
+        self._capture(decoder)
 
-    def forward(self, decoder: CapturableDecoder) -> StepOutput:
+    def _capture(self, decoder: CapturableDecoder) -> None:
+        torch.cuda.empty_cache()  # frees the memory of uncaptured steps: the graphs have a pool of their own
+        grads = self._warm_up(decoder)
+        # Reads row, inputs and parameters, writes `outputs`
+        self.forward_graph = torch.cuda.CUDAGraph()
+        # Reads `grads` and the saved activations, writes `gradients` and `input_gradients`
+        self.backward_graph = torch.cuda.CUDAGraph()
+        with self.memory.capturing(self.forward_graph):
+            output = self._forward(decoder)
+        dtypes = [p.dtype for p in self.parameters] or [torch.float32]
+        n = len(self.parameters)
+        with self.memory.capturing(self.backward_graph):
+            leaf_grads = self._backward(output, grads)
+            self.gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
+        self.gradients.release_to_pool()
+        # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
+        # after a replay
+        self.outputs = [alias_memory(x).view(self.row.n_tokens, -1) for x in output.tensors]
+        # Of the outputs; None for one that no parameter reaches
+        self.grads = [None if grad is None else grad.view(self.row.n_tokens, -1) for grad in grads]
+        # `[tokens, C]` each, of the inputs that train
+        self.input_gradients = [None if grad is None else alias_memory(grad) for grad in leaf_grads[n:]]
+
+    def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
+        """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
+        tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
+        self.inputs.fill(tensors, row.n_tokens)
+        self.row.fill(row)
+        if self.blocks is not None:
+            self.blocks.fill(row)
+        self.forward_graph.replay()
+        return tensors
+
+    def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
+        """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
+        trained = inputs if self.inputs.leaves else ()
+        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.parameters)
+        return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
+
+    def _forward(self, decoder: CapturableDecoder) -> StepOutput:
         """Run the static row: `[1, tokens, C]` and `[tokens, experts]`."""
         enabled = self._autocast is not None
         autocast = torch.autocast("cuda", dtype=self._autocast, enabled=enabled, cache_enabled=False)
         ids, embeds, deepstack = self.inputs.arguments()
-        self.placeholders.fill()
-        with autocast, self.placeholders, self.recomputed:
+        self._placeholders.fill()
+        with autocast, self._placeholders, self._recomputed:
             output = decoder._packed_forward(self.row, ids, embeds, **deepstack, **self._options)
         assert output.last_hidden_state is not None
         # A view drops the last norm's recipe, which would keep the norm's input alive
         hidden = output.last_hidden_state.view_as(output.last_hidden_state)
         return StepOutput(hidden, output.router_logits if self._options else None)
 
-    def backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compute the gradients of all parameters and trained inputs; None for unused ones."""
         reached = [(x, grad) for x, grad in zip(output.tensors, grads, strict=True) if grad is not None]
         outputs, output_grads = zip(*reached, strict=True)
-        with self.placeholders:  # for layers that are recomputed
+        with self._placeholders:  # for layers that are recomputed
             gradients = torch.autograd.grad(outputs, self._leaves, output_grads, allow_unused=True)
-        self.recomputed.end_backward()
+        self._recomputed.end_backward()
         return list(gradients)
 
-    def warm_up(self, decoder: CapturableDecoder, memory: GraphMemory) -> list[Tensor | None]:
+    def _warm_up(self, decoder: CapturableDecoder) -> list[Tensor | None]:
         """Run the step in the pool of the capture; return zeros for the gradients of its outputs.
 
         None stands for an output without one, such as the first layer's router logits.
         """
-        with memory.warming_up():
-            output = self.forward(decoder)
+        with self.memory.warming_up():
+            output = self._forward(decoder)
             drawn = _random_state(self.row.device)
         grads = [
-            memory.output_gradient(i, x) if x.requires_grad else None for i, x in enumerate(output.tensors)
+            self.memory.output_gradient(i, x) if x.requires_grad else None
+            for i, x in enumerate(output.tensors)
         ]
-        with memory.warming_up():
-            self.backward(output, grads)
-            if self.recomputed and not torch.equal(drawn, _random_state(self.row.device)):
+        with self.memory.warming_up():
+            self._backward(output, grads)
+            if self._recomputed and not torch.equal(drawn, _random_state(self.row.device)):
                 raise RuntimeError("layers that are computed again draw random numbers")
             del output
         return grads

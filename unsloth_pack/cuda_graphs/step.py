@@ -24,7 +24,6 @@ from unsloth_pack.cuda_graphs.capture import (
     DecoderState,
     GraphCache,
     StepOutput,
-    capture_bucket,
 )
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
@@ -183,7 +182,7 @@ class StepGraphs(GraphCache):
         if wanted and is_worth_it:
             self._on_trial = None
             bucket = bucket.widened(self._buckets_seen, _ROOM if self._room_is_free else 1)
-            capture = partial(capture_bucket, decoder, bucket, row.device, self._memory, self.windows)
+            capture = partial(CapturedShape, decoder, bucket, row.device, self._memory, self.windows)
             return bucket if self._try(bucket, capture, row.device) else None
         if nearest is not None:
             self.why_not = None
