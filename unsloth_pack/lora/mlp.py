@@ -138,7 +138,7 @@ class _GatedMLP(torch.autograd.Function):
         down_columns = arithmetic.transpose_fp8(down.layers)
         # Gradients overwrite gate and up unless those may be read again
         stays = cached is not None and not is_last_pass()
-        sums: list[Tensor] = []
+        sums: list[Tensor | None] = []  # bias, A and B of each layer in turn
         for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1], plan.keep), ctx.h_down, strict=True):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
             inside = _Inside.compute(x_tI, inner, row) if cached is None else cached.tile(tile)
@@ -148,14 +148,18 @@ class _GatedMLP(torch.autograd.Function):
             )
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
             inner_a_grad = arithmetic.backward_to_a(gh_tR, x_tI, inner.layers, row)
-            bias_grads = _bias_grads([*grads, g_tO], trains_bias)
-            sums = _add_tile(sums, [inner_a_grad, *inner_b_grads, *down_grads, *bias_grads])
+            biases = [
+                g.sum(0, dtype=_wide(g.dtype)) if trained else None
+                for g, trained in zip([*grads, g_tO], trains_bias, strict=True)
+            ]
+            parts = arithmetic.order_by_layer([inner_a_grad, *inner_b_grads], biases[:-1], inner.layers)
+            parts += arithmetic.order_by_layer(down_grads, biases[-1:], down.layers)
+            sums = _add_tile(sums, parts)
             if grad_x_NI is not None:
                 arithmetic.backward_to_input(grads, gh_tR, *inner, row, grad_x_NI[tile], inner_columns)
             del inside, grads  # as above
         grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
-        factors = _by_layer(sums, trains_bias, inner.layers, down.layers)
-        return grad_x, None, None, *arithmetic.cast_in_one_launch(factors, ctx.dtypes)
+        return grad_x, None, None, *arithmetic.cast_in_one_launch(sums, ctx.dtypes)
 
 
 def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -223,11 +227,6 @@ def _backward_through_down(
     return down_grads, [grad_b * p.scaling for grad_b, p in zip(grad_bs, inside.layers, strict=True)]
 
 
-def _bias_grads(grads: Sequence[Tensor], trains_bias: Sequence[bool]) -> list[Tensor]:
-    """Compute the gradients of the trained biases from those of the layers' outputs."""
-    return [g.sum(0, dtype=_wide(g.dtype)) for g, trained in zip(grads, trains_bias, strict=True) if trained]
-
-
 def _tiles(n_tokens: int, n_features: int, keep: bool) -> list[slice]:
     most = 2 * _TILE if keep else _TILE
     n_tiles = max(1, -(-n_tokens * n_features // most))
@@ -237,31 +236,15 @@ def _tiles(n_tokens: int, n_features: int, keep: bool) -> list[slice]:
     return [slice(start, start + length) for start in range(0, max(1, n_tokens), length)]
 
 
-def _add_tile(sums: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+def _add_tile(sums: list[Tensor | None], parts: list[Tensor | None]) -> list[Tensor | None]:
     """Add a tile's gradients to the sums; in float32 from the second tile on, against rounding."""
     if not sums:
         return parts
-    wide = [_wide(part.dtype) for part in parts]
-    totals = arithmetic.cast_in_one_launch(sums, wide)
-    torch._foreach_add_(totals, arithmetic.cast_in_one_launch(parts, wide))
+    wide = [None if part is None else _wide(part.dtype) for part in parts]
+    totals, added = (arithmetic.cast_in_one_launch(tensors, wide) for tensors in (sums, parts))
+    torch._foreach_add_([x for x in totals if x is not None], [x for x in added if x is not None])
     return totals
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _by_layer(
-    sums: Sequence[Tensor],
-    trains_bias: Sequence[bool],
-    inner: Sequence[arithmetic.Layer],
-    down: Sequence[arithmetic.Layer],
-) -> list[Tensor | None]:
-    """Order gradients as bias, A and B of each layer in turn."""
-    n = 1 + len(inner)
-    bias_grads = iter(sums[n + 2 :])
-    biases = [next(bias_grads) if trained else None for trained in trains_bias]
-    return [
-        *arithmetic.order_by_layer(sums[:n], biases[: len(inner)], inner),
-        *arithmetic.order_by_layer(sums[n : n + 2], biases[len(inner) :], down),
-    ]
