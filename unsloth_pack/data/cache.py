@@ -48,10 +48,9 @@ def from_cache(kind: str, key: Sequence[object] | None, make: Callable[[Path], N
 
     Args:
         kind: the first word of its name.
-        key: all that the content depends on, as JSON has it. None if that is not known: the folder then
-            serves this process alone, and is removed when it ends. So it does where caching is switched off.
-        make: writes Arrow files into an empty folder; returns notes, as JSON has them. If it raises, nothing
-            is kept.
+        key: all that the content depends on, as JSON has it. If None, or if caching is switched off, the
+            folder serves this process alone and is removed when it ends.
+        make: writes Arrow files into an empty folder; returns notes, as JSON has them.
     """
     import datasets
 

@@ -35,13 +35,8 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
         dataset: a json, jsonl, csv, parquet or txt file, the text formats also compressed (.gz, .zst, .xz,
             .bz2); a folder of such files of one format, or one that `datasets.save_to_disk` wrote; "demo" or
             "vision-demo"; else a hub name.
-        split: which part of a folder, a demo ("train" or "test") or a hub dataset. A single file is read
-            whole for every split.
+        split: which part of a folder, a demo ("train" or "test") or a hub dataset.
         num_proc: processes that read large files; None for as many as there are cores.
-
-    Returns:
-        The rows. Those of large files lie in the data set cache, where the next call finds them, as long as
-        the files hold the same.
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.

@@ -26,7 +26,6 @@ from unsloth_pack.data.text_files import (
     Row,
     is_json_lines,
     line_blocks,
-    read_txt,
     refuse_unreadable,
     rows_of_lines,
 )
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 _ROWS, _BYTES = 1000, 1 << 20  # of a block, about
 _ROWS_WITH_FILES = 50  # of a block of a hub data set whose rows hold images
-_LINES_OF_TXT = 10_000  # among which a blank line says that blank lines separate documents
 _FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
 
 
@@ -184,8 +182,7 @@ def _of_lines(block: FilePart, lines: list[tuple[int, bytes]], chosen: range) ->
 
 def _of_lists(path: Path, kind: str, first: int) -> Iterator[_Read]:
     part = FilePart(path, 0, path.stat().st_size)
-    lists = read_txt(part, _LINES_OF_TXT) if kind == "txt" else TEXT_READERS[kind](part)
-    rows = islice(chain.from_iterable(lists), first, None)
+    rows = islice(chain.from_iterable(TEXT_READERS[kind](part)), first, None)
     while some := list(islice(rows, _ROWS)):
         first += len(some)
         yield len(some), partial(_of_rows, path, some), first
@@ -345,7 +342,11 @@ class DocumentStream:
                     tally += of_batch
                     tables.append(self._beside_images(table, numbers))
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
-                    self._refuse_ids(tally, numbers)
+                    wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
+                    raise InputError(
+                        f"rows {numbers[0]} to {numbers[-1]}: token id {wrong} is outside the vocabulary, 0 "
+                        f"to {self._vocab_size - 1}; use the tokenizer of this model, or resize embeddings"
+                    )
             except InputError as error:
                 hint = ""
                 if self._have_images is not None and self._have_images(rows):
@@ -362,13 +363,6 @@ class DocumentStream:
         if self._check_text is not None:
             self._check_text(table, f"rows {numbers[0]} to {numbers[-1]}: document")
         return table if self._images is None else self._images.beside(table)
-
-    def _refuse_ids(self, tally: SpanCounts, numbers: range) -> None:
-        wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
-        raise InputError(
-            f"rows {numbers[0]} to {numbers[-1]}: token id {wrong} is outside the vocabulary, 0 to "
-            f"{self._vocab_size - 1}; tokenise with the tokenizer of this model, or resize its embeddings"
-        )
 
     def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> SpanMaker:
         """What makes documents of some rows, which have to be as the first rows of their part are."""

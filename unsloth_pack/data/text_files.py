@@ -23,6 +23,7 @@ from unsloth_pack.errors import InputError
 Row = dict[str, Any]
 PART = 16 << 20  # bytes of a file whose rows are in memory at a time
 _BLOCK = 1 << 20  # bytes read at a time
+_LINES = 10_000  # of a txt file, among which a blank one is looked for
 _ROWS_AT_A_TIME = 1000  # of a JSON list, a csv or a txt file that become one table
 _OF_VALUES = (EOFError, NotImplementedError, ValueError, RecursionError)
 _MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
@@ -106,10 +107,7 @@ def check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]
 
 
 def read_json(part: FilePart) -> Iterator[list[Row]]:
-    """Rows of a `.json` or `.jsonl` file: one object a line, or a list, which is parsed as a whole.
-
-    The content decides which, because people use both suffixes for both.
-    """
+    """Rows of a `.json` or `.jsonl` file: one object a line, or a list, which is parsed as a whole."""
     path = part.path
     if is_json_lines(path):
         for block, lines in line_blocks(part, PART):
@@ -125,19 +123,9 @@ def read_json(part: FilePart) -> Iterator[list[Row]]:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether a JSON file has one object a line, as its content tells."""
+    """Whether a JSON file has one object a line, as its content tells: people use both suffixes for both."""
     with open_text(path) as file:
-        lines = (line for line in file if line.strip())
-        first = next(lines, "")
-        if first.lstrip().startswith("["):
-            return False
-        if plain_name(path).suffix.lower() == ".jsonl":
-            return True
-        second = next(lines, "")
-    try:
-        return bool(second) and isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
-        return False
+        return not next((line for line in file if line.strip()), "").lstrip().startswith("[")
 
 
 def line_blocks(part: FilePart, size: int) -> Iterator[tuple[FilePart, list[tuple[int, bytes]]]]:
@@ -254,13 +242,10 @@ def _csv_rows(path: Path, file: io.TextIOBase) -> Iterator[Row]:
         ) from None
 
 
-def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]]:
+def read_txt(part: FilePart) -> Iterator[list[Row]]:
     """Documents of a plain text file, as rows with the one column `text`.
 
-    Blank lines separate documents. In a file without blank lines, every line is a document.
-
-    Args:
-        looked_at: lines among which a blank one is looked for; None for all.
+    Blank lines separate documents. In a file without blank lines among the first ones, every line is one.
     """
 
     def lines() -> Iterator[str]:
@@ -272,7 +257,7 @@ def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]
     def has_text(line: str) -> bool:
         return bool(line.strip())
 
-    paragraphs = sum(is_text for is_text, _ in groupby(islice(lines(), looked_at), has_text))
+    paragraphs = sum(is_text for is_text, _ in groupby(islice(lines(), _LINES), has_text))
     documents: Iterator[str] = filter(has_text, lines())
     if paragraphs > 1:
         documents = ("\n".join(group) for is_text, group in groupby(lines(), has_text) if is_text)

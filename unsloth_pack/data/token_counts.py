@@ -26,17 +26,14 @@ class TokenLedger:
     Args:
         rows_read, tokens_read: all that came in.
         rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
-        rows_fully_masked, tokens_dropped: rows in which no token counts in the loss, which are dropped, and
-            the tokens that truncation left in them.
+        rows_fully_masked, tokens_dropped: rows in which no token counts, and what truncation left of them.
         tokens_masked_by_template: tokens outside of responses, in the rows that are trained on.
-        tokens_masked_at_boundaries: tokens that would count, but are the first of their document, so that no
-            token predicts them.
+        tokens_masked_at_boundaries: tokens that would count, but are the first of their document.
         tokens_counted: tokens that count in the loss, which is a mean over them.
         prompts_rerendered: rows that do not begin with the tokens of their prompt alone, which the model
             gets when it generates; the loss starts at the first difference.
         longest, p99: tokens of the longest row, and the 99th percentile over the rows, before truncation.
-        rows_split, tokens_split: rows that became several documents, and their tokens; each of these tokens
-            is in one of the other counts too. `tokenize` truncates rows and never splits them.
+        rows_split, tokens_split: rows that became several documents; these tokens are in other counts too.
         rows_held_out, tokens_held_out: rows that are evaluated on, and so not trained on.
         rows_not_drawn, tokens_not_drawn: rows that a mixture of data sets, or a limit, leaves out.
         rows_repeated, tokens_repeated: rows that a mixture takes once more in a pass, each time that it does.
@@ -44,8 +41,7 @@ class TokenLedger:
         rows_shrunk, tokens_shrunk: rows whose images were made smaller to fit, and the tokens that this
             saved, which are in no other count.
         rows_broken: rows left out since an image cannot be read. They were not tokenised.
-        rows_left_out: those of `rows_truncated` of which nothing is left, since the cut would have been in
-            front of the end of an image.
+        rows_left_out: those of `rows_truncated` whose cut would have gone through an image.
     """
 
     rows_read: int
@@ -97,13 +93,11 @@ def check_token_loss(
     n_positions: int,
     are_packed: bool = False,
 ) -> None:
-    """Refuse to train if truncation and dropping discard too many tokens.
+    """Refuse to train on the data of this name if truncation and dropping discard too many tokens.
 
     Args:
-        name: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
-        max_length: tokens at which rows were cut.
-        n_positions: of the model; no row may be longer.
+        max_length, n_positions: tokens at which rows were cut, and those of the longest row of the model.
         are_packed: whether the rows come from packs on disk, which were cut when they were packed.
     """
     if ledger.discarded <= max_token_loss:

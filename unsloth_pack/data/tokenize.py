@@ -75,9 +75,8 @@ def documents_of(
     """Token ids and labels of every row of a data set in any known format, as TRL's SFTTrainer makes them.
 
     Conversations go through the chat template. Text and string completions end with the end-of-sequence
-    token. The loss is on the completion where there is a prompt, else on all tokens. A large data set is
-    converted and tokenised a batch at a time over several processes, into the data set cache. The next call
-    with the same data, tokenizer and arguments finds the documents there.
+    token. The loss is on the completion where there is a prompt, else on all tokens. Documents of a large
+    data set lie in the data set cache.
 
     Args:
         max_length: tokens at which a row is cut; its end is lost.
@@ -324,24 +323,13 @@ def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
         vocab_size: rows of the embedding; valid ids are 0 to vocab_size - 1.
 
     Raises:
-        InputError: there is no such column, it does not hold lists of integers, or an id is outside the
-            vocabulary; the error names the first such row and id.
+        InputError: an id is outside the vocabulary; names the first such row and id.
     """
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if "input_ids" not in dataset.column_names:
-        raise InputError(
-            f"no column 'input_ids' among {', '.join(dataset.column_names)}; tokenise the dataset first"
-        )
     start = 0
     for table in scan(dataset, ["input_ids"], batch_size=256):
         column = table["input_ids"].combine_chunks()
-        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        if not is_list or not pa.types.is_integer(column.type.value_type):
-            raise InputError(
-                f"column 'input_ids' holds {column.type}, not lists of integers; tokenise the dataset first"
-            )
         ids, row_of_id = column.flatten(), pc.list_parent_indices(column)
         valid = pc.and_(pc.greater_equal(ids, 0), pc.less(ids, vocab_size)).fill_null(False)
         first = pc.index(valid, False).as_py()
