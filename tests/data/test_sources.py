@@ -58,26 +58,6 @@ def test_json_variants_hold_the_same_rows(tmp_path, name, content):
     assert load_rows(write(tmp_path / name, content)).to_list() == ROWS
 
 
-def test_strings_stay_strings(tmp_path):
-    rows = [{"text": "007"}, {"text": "2020-01-01"}, {"text": "null"}, {"text": ""}, {"text": "1.0"}]
-    assert load_rows(write(tmp_path / "a.jsonl", jsonl(rows))).to_list() == rows
-    csv_rows = load_rows(write(tmp_path / "a.csv", "text,n\n007,1\n2020-01-01,\nnull,3\n"))
-    assert csv_rows["text"][:] == ["007", "2020-01-01", "null"]
-    assert csv_rows["n"][:] == ["1", "", "3"]
-
-
-@pytest.mark.parametrize(
-    ("content", "documents"),
-    [
-        ("one\nstill one\n\ntwo\n \n\n  three\n", ["one\nstill one", "two", "  three"]),
-        ("\n\none\ntwo\n\n", ["one", "two"]),
-        ("one\r\nstill one\r\n\r\ntwo", ["one\nstill one", "two"]),
-    ],
-)
-def test_txt_documents(tmp_path, content, documents):
-    assert load_rows(write(tmp_path / "a.txt", content))["text"][:] == documents
-
-
 def test_folder_joins_files_in_name_order_and_keeps_splits_apart(tmp_path):
     write(tmp_path / "b.jsonl", jsonl([{"text": "b"}]))
     write(tmp_path / "a.json", json.dumps([{"text": "a"}]))

@@ -235,13 +235,6 @@ def test_arguments_of_calls_that_are_no_object(refusal):
 
 # ---- no column is passed over in silence
 
-V1 = {"role": "user", "content": [{"type": "text", "value": "q"}]}
-
-
-def test_parts_of_llama_factory_v1(trained):
-    turns = [V1, REPLY | {"content": [{"type": "text", "value": "a"}, {"type": "text", "value": "b"}]}]
-    assert trained([{"messages": turns}])[0][0] == "[user]q[assistant]ab<eos>"
-
 
 def test_tools_and_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
     """The model would learn calls of tools that it was never told of, or an empty answer in their place."""

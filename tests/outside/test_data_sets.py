@@ -169,18 +169,12 @@ def no_pack(refused, folder, model_folder):
     return pack
 
 
-def test_pack_and_stats_take_the_same_mixture(packed, folder, model_folder, capsys):
+def test_any_number_of_processes_packs_the_same_mixture(packed):
     flags = [f"--dataset={json.dumps(MIXED)}", "--mixture=interleave_over", "--sample_limit=50"]
     manifest = packed(*flags)
     assert manifest["documents"] == 50
     assert packed(*flags, "--num_proc=2") == packed(*flags, "--num_proc=1") == manifest
     assert packed(*flags, "--seed=1") != manifest
-    assert main(["stats", f"--model_name={model_folder}", "--json", *flags]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["count"], report["tokens"]) == (50, manifest["tokens"])
-    assert [row["capacity"] for row in report["forecasts"]] == [1024, 2048, 4096]
-    assert main(["stats", f"--model_name={model_folder}", *flags]) == 0
-    assert "mixture: alpaca.json: weight 2" in capsys.readouterr().out
 
 
 def test_a_split_of_a_folder(packed, no_pack, folder):
