@@ -101,6 +101,7 @@ def test_adapters_go_on_the_chosen_parts_alone(folder, options, tower, language,
         (dict(finetune_aligner="whole"), "finetune_aligner is 'whole'; give 'full', 'lora' or False"),
         (dict(finetune_language_layers=False, finetune_aligner=False), "leave no layer for an adapter"),
         (dict(target_modules=["q_proj", "gate_proj"]), "may also mean layers of the tower"),
+        (dict(modules_to_save=["no_such"]), "names 'no_such'"),
     ],
     ids=str,
 )
