@@ -390,14 +390,12 @@ def changed(options: TrainOptions, values: Mapping[str, object]) -> TrainOptions
 
 
 def validated(values: Mapping[str, object]) -> tuple[TrainOptions, list[tuple[str, str]]]:
-    """Make options of those values that are right; returns the place and the text of each mistake too."""
+    """Make options of values; where some are wrong, returns the place and the text of each mistake."""
     given = {name: value for name, value in values.items() if value is not None}
     try:
         options = TrainOptions.model_validate(nested(given))
     except ValidationError as error:
-        errors = [*t.mistakes(error)]
-        wrong = {at.partition(".")[0] for at, _ in errors}
-        return validated({name: value for name, value in given.items() if name not in wrong})[0], errors
+        return TrainOptions(), [*t.mistakes(error)]
     read = flat(options)
     options._given = {name: read[name] for name in given}
     return options, []

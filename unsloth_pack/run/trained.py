@@ -103,7 +103,7 @@ def _check_frozen(model: PreTrainedModel, adapter: AdapterOptions) -> Iterator[I
             if weight in weights and is_frozen(path):
                 yield InputError(
                     f"{option} trains {path.rpartition('.')[0]}, and freeze_modules freezes it; freeze less, "
-                    f"or leave it out of {option} by its whole path"
+                    f"or change {option}"
                 )
                 break
 
