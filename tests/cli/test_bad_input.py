@@ -54,14 +54,6 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
     assert remedy in error
 
 
-def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read(refused, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("unsloth_pack.data.sources.load_rows", None)
-    error = refused("--load_in_fp8")
-    assert "load_in_fp8" in error
-    assert "needs a GPU" in error
-
-
 # Of TRL, transformers, PEFT, Axolotl, LLaMA-Factory, ms-swift and torchtune: what there is no flag for
 
 
@@ -90,28 +82,6 @@ def test_command_lines(arguments, complaint, remedy, refused):
     error = refused(command=arguments)
     assert complaint in error
     assert remedy in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["merge", "--model_name=whole", "--save_path=merged"],
-            "model_name 'whole' holds no adapter_config.json; it holds a whole model, with nothing to merge",
-        ),
-        (
-            ["--init_adapter=whole"],
-            "init_adapter 'whole' holds no adapter_config.json; it holds a whole model, so give --model_name "
-            "'whole' in place of it",
-        ),
-    ],
-)
-def test_a_whole_model_in_place_of_an_adapter(arguments, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "config.json").write_text("{}")
-    assert main(arguments) == 2
-    assert capsys.readouterr().err == f"unsloth-pack: {says}\n"
 
 
 def test_debug_shows_the_traceback(capsys):

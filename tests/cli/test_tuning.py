@@ -52,19 +52,6 @@ def test_a_full_run_resumes_bit_for_bit(train, tmp_path):
     assert not changed(weights(tmp_path / "half"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is true, which only an adapter takes"),
-        ({"dtype": "float16"}, "tuning is 'full' and dtype is 'float16'"),
-        ({"modules_to_save": "lm_head"}, "tuning is 'full' and modules_to_save is ['lm_head']"),
-        ({"freeze_modules": ".*"}, "leaves nothing to train"),
-    ],
-)
-def test_what_full_tuning_refuses(flags, says, refused):
-    assert says in refused(tuning="full", **flags)
-
-
 # Parts
 
 

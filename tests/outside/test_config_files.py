@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,12 +32,6 @@ training: {max_steps: 3, gradient_accumulation_steps: 1, learning_rate: 1e-2, lr
 """
 
 
-def command_line(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, str(CLI), *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
-
-
 def lines_of(folder, kind):
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
@@ -54,17 +46,6 @@ def options(folder):
 
 
 # ---- files in other folders, from other systems
-
-
-def test_a_pipe_is_no_file_to_wait_for(tmp_path):
-    os.mkfifo(tmp_path / "run.yaml")
-    os.mkfifo(tmp_path / "base.yaml")
-    (tmp_path / "other.yaml").write_text("base_config: base.yaml\n")
-    whole = "unsloth-pack: config is 'run.yaml': no ordinary file; check the path"
-    base = "other.yaml:1: base_config is 'base.yaml': no ordinary file; correct it"
-    for name, line in (("run.yaml", whole), ("other.yaml", base)):
-        done = command_line(f"--config={name}", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
 # ---- the file that a run writes

@@ -157,16 +157,19 @@ Recompute = Annotated[Literal[True, False, "offload", "unsloth", "auto"], Before
 
 def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the place of each mistake (`dataset.1.weight`), and its text; `name` is that of a lone value."""
-    remedies = {"missing": "give it", "extra_forbidden": "leave it out"}
     for each in error.errors(include_url=False):
         at = [part for part in each["loc"] if part not in ("[text]", "[list]", "[key]")]
         option, *parts = [name, *at] if name else at[1:]
         words = [f"item {part + 1}" if isinstance(part, int) else part for part in parts]
-        cause = each.get("ctx", {}).get("error") or re.sub(r"^\w+ should", "it should", each["msg"])
-        remedy = remedies.get(each["type"], cause)
-        is_wrong = f"is {written(each['input'])}"[:80]
-        is_wrong = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(each["type"], is_wrong)
-        yield ".".join(map(str, [option, *parts])), f"{', '.join([str(option), *words])} {is_wrong}; {remedy}"
+        match each["type"]:
+            case "missing":
+                said = "missing; give it"
+            case "extra_forbidden":
+                said = "unknown; leave it out"
+            case _:
+                remedy = each.get("ctx", {}).get("error") or re.sub(r"^\w+ should", "it should", each["msg"])
+                said = f"{written(each['input'])[:80]}; {remedy}"
+        yield ".".join(map(str, [option, *parts])), f"{', '.join([str(option), *words])} is {said}"
 
 
 @cache
