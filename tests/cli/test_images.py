@@ -162,7 +162,7 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--vit_lr=1e-4"], "vit_lr is 0.0001, and nothing of the tower trains; leave it out"),
+        (["--vit_lr=1e-4"], "vit_lr is 0.0001, and no weight that it is for trains; correct it"),
         (["--freeze_llm", "--freeze_aligner"], "leaves nothing to train"),
         (["--image_folder=no/such"], "image_folder is 'no/such', which is no folder"),
         (["--max_pixels=100"], "max_pixels is 100, and one token is 1024 pixels"),

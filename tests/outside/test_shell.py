@@ -85,7 +85,6 @@ def assert_same(one, other):
 SIMPLE = {
     "--dataset=gone.json": "gone.json: file not found",
     "--model_name=./gone": "cannot load ./gone: no such folder",
-    "--dataset=rows.json --columns=gone=text": "columns maps 'gone'",
     "--dataset=rows.json --output_dir=models": "output_dir 'models' holds",
     "--fsdp=full": "fsdp shards over several processes and this is one",
     "pack --dataset=gone.json --out=packs": "gone.json: file not found",

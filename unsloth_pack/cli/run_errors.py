@@ -82,6 +82,15 @@ def check_finite(trainer: "RunTrainer") -> None:
     )
 
 
+def check_learned(trainer: "RunTrainer") -> None:
+    """Raise InputError for a run that learned from no token, since every image was broken."""
+    if trainer.image_rows is not None and trainer.image_rows.skip_broken and not trainer.trained.counted:
+        raise InputError(
+            "no token was counted in the loss, since every document had an image that could not be used; "
+            "replace the images, or leave out --skip_broken_images to see the first"
+        )
+
+
 def check_stream(trainer: "RunTrainer", stop: "StopOnSignal") -> None:
     """Raise `RunStopped` if a row of the stream, in any process, stopped the training."""
     stream = trainer.row_stream

@@ -14,6 +14,7 @@ from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS, quieten
 from unsloth_pack.cli.run_errors import (
     check_finite,
+    check_learned,
     check_stream,
     explained,
     say_how_to_resume,
@@ -122,6 +123,7 @@ def _run(o: TrainOptions) -> int:
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         _end_together()
         return say_how_to_resume(console, trainer, metrics, stop.received)
+    check_learned(trainer)
     with explained(folder):
         summary, ledger = report.summarise()
         _save(model, trainer, data, o.output, o.adapter.tuning == "full", o.model.dtype)
