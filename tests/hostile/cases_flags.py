@@ -43,15 +43,12 @@ TOGETHER = [
     Case("resume nothing", "no configuration of a run to resume", train(resume=True)),
     Case("resume and overwrite", "contradict each other", train(resume=True, overwrite_output_dir=True)),
     Case("longer than the model", "max_seq_length is 512.*lower it", train(max_seq_length=512)),
-    Case("a shortened flag", "unknown argument '--lora_drop'; did you mean", ["--lora_drop=1"]),
     Case("a single dash", "unknown argument '-r'", ["-r", "4"]),
     Case(
         "bytes that are no text",
         r"output_dir is .*caf\\udce9.*; it should be a valid string",
         train(output_dir=os.fsdecode(b"caf\xe9")),
     ),
-    Case("words without a flag", "unknown argument 'rows.json'", ["train", "rows.json"]),
-    Case("a subcommand of letters", "unknown subcommand '../train'", ["../train"]),
     Case("merge nothing", "--model_name is missing", ["merge", "--save_path=new"]),
     Case(
         "merge what is no adapter",

@@ -126,11 +126,6 @@ def base(name: str, says: str, *damages: Damage) -> Case:
     return Case(f"model: {name}", says, train(model_name="own"), own(*damages))
 
 
-def base_api(name: str, says: str, *damages: Damage) -> Case:
-    """The same through the API."""
-    return Case(f"model, API: {name}", says, load, own(*damages))
-
-
 def of_adapter(name: str, says: str, *damages: Damage) -> Case:
     return Case(f"adapter: {name}", says, ["generate", "--model_name=own", "--prompt=a"], adapter(*damages))
 
@@ -222,19 +217,13 @@ ADAPTERS = [
         "not finite",
         tensors(lambda weights: weights[min(weights)].fill_(float("nan")), "adapter_model.safetensors"),
     ),
-    Case(
-        "adapter: pickled, merged",
-        "pickled",
-        ["merge", "--model_name=own", "--save_path=new"],
-        adapter(pickled_adapter),
-    ),
 ]
 
 CASES = [
     *(base(name, *of) for name, of in WEIGHTS.items()),
     *(base(name, *of) for name, of in CONFIGS.items()),
     *(base(name, *of) for name, of in TOKENIZERS.items()),
-    *(base_api(name, *of) for name, of in list(WEIGHTS.items())[::4]),
+    Case("model, API: pickled", "only pickled weights", load, own(pickled)),
     *ADAPTERS,
     Case(
         "model: a file",
