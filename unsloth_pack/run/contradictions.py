@@ -55,7 +55,7 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
     """
     values, given = SimpleNamespace(**flat(options)), options.given
     for one, other in _ONE_OF:
-        if _is_set(one, given) and _is_set(other, given):
+        if all(_is_set(name, values, given) for name in (one, other)):
             yield InputError(f"{_said(values, one, other)}; give one of them")
     for name, needs in _NEEDS.items():
         if getattr(values, name) and not any(getattr(values, each) for each in needs):
@@ -65,8 +65,9 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
         yield from map(InputError, section(values, given))
 
 
-def _is_set(name: str, given: Mapping[str, object]) -> bool:
-    return given.get(name) not in (None, False)
+def _is_set(name: str, values: SimpleNamespace, given: Mapping[str, object]) -> bool:
+    value = given.get(name) if OPTIONS[name].default else getattr(values, name)
+    return value not in (None, False)
 
 
 def _said(values: SimpleNamespace, *names: str) -> str:
