@@ -143,10 +143,9 @@ class CountedParameters(ListedModules, _TransformersModel):
 
 
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a predicate on paths: a pattern matches the module or one of its parents.
+    """Return a predicate on paths: a pattern matches whole parts of a path, or those of a parent.
 
-    Patterns match whole parts of a path: `model.layers.[01]` matches these two layers and everything inside,
-    `norm` every module of that name, and `.*norm` every module whose name ends so.
+    `model.layers.[01]` matches these two layers and everything inside, `norm` every module of that name.
     """
     compiled = [re.compile(rf"(?:.*\.)?(?:{pattern})(?:\..*)?") for pattern in patterns]
     return lambda path: any(pattern.fullmatch(path) for pattern in compiled)
@@ -162,11 +161,6 @@ def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) ->
                 f"{option} holds {pattern!r}, which matches no module that has weights; give a regular "
                 f"expression, or a JSON list of several (the model has {examples}, ...)"
             )
-
-
-def parameter_paths(model: nn.Module) -> list[str]:
-    """List the paths of all parameters; both paths of a shared one."""
-    return [path for path, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def chosen_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -214,17 +208,13 @@ def require_model(model: object, remedy: str = "give a transformers model, or a 
 # Hooks. Code that bypasses `module()` skips its hooks, and has to check here first.
 
 
-def is_recorder(hook: object) -> bool:
-    """True for transformers' hooks that record requested outputs.
-
-    transformers adds them to every layer at the first request and leaves them there.
-    """
-    return getattr(hook, "__module__", None) == _RECORDER_MODULE
-
-
 def is_harmless(hook: object) -> bool:
-    """True if a hook changes no result: it records outputs, or makes embeddings require gradients."""
-    return is_recorder(hook) or getattr(hook, "__qualname__", "").endswith(_MARKS_INPUTS)
+    """True if a hook changes no result: it records outputs, or makes embeddings require gradients.
+
+    transformers adds recorders to every layer at the first request for outputs, and leaves them there.
+    """
+    is_recorder = getattr(hook, "__module__", None) == _RECORDER_MODULE
+    return is_recorder or getattr(hook, "__qualname__", "").endswith(_MARKS_INPUTS)
 
 
 def has_hooks(*modules: nn.Module) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -61,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as help_was_shown:
             return int(help_was_shown.code or 0)
         except (KeyboardInterrupt, Exception) as error:
-            _ignore_termination()
+            for number in _ENDS:  # torchrun sends SIGTERM to all that remain, and each prints its line first
+                signal.signal(number, signal.SIG_IGN)
             code, line = _exit_of(error)
             if "--debug" in arguments:
                 traceback.print_exc()
@@ -74,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_error(path: str, code: int, line: str) -> None:
-    """Write why this process ended for torchrun, which exits with 1 whatever its processes exited with.
-
-    It shows the line, and leaves the file of the first process that failed where a script finds the exit
-    code. The form is torch's (`ErrorHandler`).
-    """
+    """Write why this process ended for torchrun, which exits with 1 in any case, in the form of its own."""
     error = {"message": line, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": error}, file)
@@ -100,9 +96,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         raise _ENDS[signal.Signals(number)]
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
-        yield
-        return
     # nohup ignores SIGHUP
     before = {number: signal.getsignal(number) for number in _ENDS}
     heard = [number for number in _ENDS if number != signal.SIGHUP or before[number] != signal.SIG_IGN]
@@ -113,13 +106,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
     finally:
         for number in heard:
             signal.signal(number, before[number])
-
-
-def _ignore_termination() -> None:
-    """Ignore signals: torchrun sends SIGTERM to all that remain, and each has its line to print first."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _ENDS:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:

@@ -215,8 +215,6 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from unsloth_pack.report.terminal import gib
-
     table = Table("", *(run.name for run in runs), title=device_name(), title_justify="left")
     lines: list[tuple[str, Callable[[Figures], str]]] = [
         ("attention", lambda f: f.attention),
@@ -224,7 +222,7 @@ def _print(
         ("samples/s", lambda f: f"{f.documents_per_second:,.1f}"),
         ("step", lambda f: f"{f.step_ms:,.1f} ms"),
         ("padding", lambda f: f"{f.tokens_padded:.1%}"),
-        ("peak memory", lambda f: gib(f.peak_memory_bytes)),
+        ("peak memory", lambda f: f"{f.peak_memory_bytes / 2**30:.2f} GiB"),
         ("start-up", lambda f: f"{f.startup_seconds:.1f} s"),
         ("first step", lambda f: f"{f.first_step_seconds:.1f} s"),
     ]

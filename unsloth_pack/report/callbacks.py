@@ -181,8 +181,6 @@ class ProgressCallback(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """Inside `with`, the first SIGINT, SIGTERM or SIGHUP ends the run after the step, with a checkpoint.
 
-    A SIGHUP that is ignored, as under nohup, stays so.
-
     Several processes ask each other at the end of every step, and read the answer at the end of the next, so
     that nobody waits for it: they all stop at the same step, one later. A second signal goes to the handler
     that was there before. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the
@@ -205,7 +203,7 @@ class StopOnSignal(TrainerCallback):
 
     def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 self._handlers[number] = signal.signal(number, self._receive)
         return self
 

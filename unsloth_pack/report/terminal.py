@@ -165,7 +165,7 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
         ("speed", speed),
         *ledger_lines(ledger, _read_lines(summary)),
         ("tokens", f"{tokens}, {unscored:,} without loss; and {summary.tokens_padded:,} of padding"),
-        ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
+        ("peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
     ]
@@ -279,8 +279,3 @@ def fill_line(fill: RowFill) -> str:
         f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full, "
         f"{fill.padding:,} tokens of padding"
     )
-
-
-def gib(n_bytes: int) -> str:
-    """Write bytes for a reader."""
-    return f"{n_bytes / 2**30:.2f} GiB"

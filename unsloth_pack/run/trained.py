@@ -35,7 +35,6 @@ from unsloth_pack.modules import (
     check_matches,
     chosen_modules,
     compile_patterns,
-    parameter_paths,
     train_only,
 )
 
@@ -55,7 +54,7 @@ def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[Inp
     config = load_config(source)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    paths = parameter_paths(model)
+    paths = [path for path, _ in model.named_parameters(remove_duplicate=False)]
     patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
     unmatched = [each for item in patterns.items() for each in errors_of(check_matches, *item, paths)]
     yield from unmatched
