@@ -199,7 +199,7 @@ class StopOnSignal(TrainerCallback):
         self.failed = False
         self._has_failed = has_failed
         self._handlers: dict[signal.Signals, Any] = {}
-        self._asked: tuple[Any, HostCopy] | None = None  # the greatest number of all processes
+        self._asked: tuple[torch.distributed.Work, HostCopy] | None = None  # the greatest of all numbers
 
     def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,11 +1,11 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import Parser, TrainOptions, changed
-from unsloth_pack.config.options import DataOptions, ImageOptions, TrainingOptions
+from unsloth_pack.config.options import DataOptions, ImageOptions
 from unsloth_pack.errors import errors_of, raise_together
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.resolve import training_sets
@@ -56,7 +56,7 @@ def check_sources(given: Mapping[str, object]) -> None:
 
 
 def read_documents(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     model_name: str,
     max_length: int,
     train_on_responses_only: bool | None = None,
@@ -91,7 +91,7 @@ def read_documents(
         train_on_responses_only,
         data.num_proc,
         how=data.mixture,
-        seed=given.get("seed", TrainingOptions().seed),
+        seed=_options(given, ("seed",)).training.seed,
         most=data.sample_limit,
         images=images,
     )
