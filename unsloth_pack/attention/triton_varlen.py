@@ -41,14 +41,11 @@ def why_not_by_default(need: AttentionNeed) -> str | None:
     kernel = None if flash.why_unavailable(need) else flash.varlen_kernel(need.padded_head_dim, need.options)
     if need.options.softcap is not None:
         return None if kernel is None else f"{kernel.name} has the softcap too"
-    if kernel is None:
-        return "`auto` takes it where flash can run, or for a softcap or sinks"
-    if kernel.capability >= (9, 0):
-        return f"{kernel.name} is installed, which is made for this GPU"
     # Where it was measured to be faster than FlashAttention 2
-    if torch.cuda.get_device_capability() != (9, 0) or need.padded_head_dim > 128:
-        return "`auto` takes it for heads up to 128 on Hopper GPUs, or for a softcap or sinks"
-    return None
+    is_faster = kernel is not None and kernel.capability < (9, 0) and need.padded_head_dim <= 128
+    if is_faster and torch.cuda.get_device_capability() == (9, 0):
+        return None
+    return "`auto` takes it for heads up to 128 on Hopper with FlashAttention 2, for a softcap, or for sinks"
 
 
 def attend(

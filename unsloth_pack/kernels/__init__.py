@@ -40,3 +40,19 @@ from unsloth_pack.kernels.quantized import (
 )
 from unsloth_pack.kernels.rope import rope_qk
 from unsloth_pack.kernels.token_scores import token_scores
+
+__all__ = [  # autograd nodes of this package call the others
+    "ExtraLogits",
+    "LabelledRows",
+    "QKNorm",
+    "TokenScores",
+    "add_rms_norm",
+    "gated",
+    "linear_cross_entropy",
+    "relu2",
+    "rms_norm",
+    "rope_qk",
+    "token_scores",
+    "varlen_attention",
+    "xielu",
+]

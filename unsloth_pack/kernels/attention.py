@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ _ENOUGH_PROGRAMS = 256  # two for each multiprocessor of an H100 or H200
 _MAX_STRIDE = 2**23  # elements, so that a tile's offsets fit into 32 bits
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The size of a program: queries and keys at a time, warps, and tiles to load ahead."""
 
     queries: int
@@ -50,8 +49,7 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of each kernel. With `v_gradient`, k and v have a launch each: registers do not hold both."""
 
     forward: Tile
