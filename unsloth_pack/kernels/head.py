@@ -83,6 +83,7 @@ class LabelledRows:
 
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Options = tuple[float, float | None]  # scale and softcap
 
 
 def prepare_head_inputs(
@@ -137,16 +138,10 @@ class HeadPass:
     """
 
     def __init__(
-        self,
-        inputs: Inputs,
-        rows: Tensor,
-        labels_N: Tensor,
-        needed: Sequence[bool],
-        scale: float,
-        softcap: float | None,
+        self, inputs: Inputs, rows: Tensor, labels_N: Tensor, needed: Sequence[bool], options: Options
     ):
         hidden, self._weight, self._bias, h, self._b, self._outputs = inputs
-        self._rows, self._labels_N, self._options = rows, labels_N, (scale, softcap)
+        self._rows, self._labels_N, self._options = rows, labels_N, options
         self._hidden_TC = hidden.reshape(-1, hidden.shape[-1])
         wide, (V, C), N = wide_dtype(hidden), self._weight.shape, len(rows)
         shapes = [(N, C), (V, C), (V,)]
@@ -226,7 +221,7 @@ class HeadPass:
         assert self._outputs is not None
         scale, softcap = self._options
         h_LR = self._h_NR[chunk].to(log_probs_L1.dtype)
-        z_label_L1, z_LR = (reference.scale_and_cap(x, scale, softcap) for x in (label_logits_L1, h_LR))
+        z_label_L1, z_LR = (reference.scale_and_cap(x, *self._options) for x in (label_logits_L1, h_LR))
         slope_LR = scale if softcap is None else scale / (scale / softcap * h_LR).cosh().square()
         is_label_LR = torch.eq(self._labels_N[chunk, None], self._outputs)
         return (is_label_LR.to(z_LR.dtype) - (z_LR - z_label_L1 + log_probs_L1).exp()) * slope_LR
@@ -287,7 +282,7 @@ def linear_cross_entropy(
     cross-entropy also chunks rows and computes gradients in the forward pass.
     """
     inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
-    total = _LinearCrossEntropy.apply(*inputs, labelled, scale, softcap, torch.is_grad_enabled())
+    total = _LinearCrossEntropy.apply(*inputs, labelled, (scale, softcap), torch.is_grad_enabled())
     if num_items is None:
         return total / labelled.count
     return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
@@ -297,16 +292,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Compute the sum of the losses."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, scale, softcap, with_grad):
+    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, options: Options, with_grad: bool):
         N, rows = labelled.count, labelled.rows
         labels_N = labelled.labels.reshape(-1).index_select(0, rows)
         losses_N = hidden.new_empty(N, dtype=wide_dtype(hidden))
         needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
         inputs = (hidden, weight, bias, h, b, outputs)
-        head = HeadPass(inputs, rows, labels_N, needed, scale, softcap)
+        head = HeadPass(inputs, rows, labels_N, needed, options)
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
-            _cross_entropy(logits_LV, labels_L, losses_N[chunk], scale, softcap, any(needed))
+            _cross_entropy(logits_LV, labels_L, losses_N[chunk], options, any(needed))
 
         head.run(turn, losses_N, sign=-1.0)
         ctx.save_for_backward(rows, *head.gradients)
@@ -320,16 +315,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not len(rows):
             g = torch.zeros_like(g)  # infinite for the mean over no row
         gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
-        return *spread_gradients(gradients, rows, ctx.shape), None, None, None, None, None
+        return *spread_gradients(gradients, rows, ctx.shape), None, None, None, None
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad) -> None:
+def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, options: Options, with_grad: bool) -> None:
     """Write losses `[L]` of logits `[L, V]`. In place, with_grad: logits -> d(sum of losses) / d(logits)."""
     if not takes_fused_path(logits, logits):
         upstream = [torch.full_like(losses, -1)] if with_grad else []
-        losses.copy_(-score_plainly(logits, labels, scale, softcap, (), upstream).log_prob)
+        losses.copy_(-score_plainly(logits, labels, options, (), upstream).log_prob)
         return
-    L, V = logits.shape
+    (L, V), (scale, softcap) = logits.shape, options
     BLOCK = min(_BLOCK, triton.next_power_of_2(V))
     num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK // (32 * PER_THREAD)))
     with torch.cuda.device_of(logits):
@@ -343,8 +338,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float,
 def score_plainly(
     logits: Tensor,
     labels: Tensor,
-    scale: float,
-    softcap: float | None,
+    options: Options,
     fields: Collection[Field],
     upstream: Sequence[Tensor | None],
 ) -> TokenScores:
@@ -355,7 +349,7 @@ def score_plainly(
     needs_grad = any(g is not None for g in upstream)
     leaf = logits.detach().requires_grad_(needs_grad)
     with torch.set_grad_enabled(needs_grad):
-        scores = reference.score(reference.scale_and_cap(leaf, scale, softcap), labels, fields)
+        scores = reference.score(reference.scale_and_cap(leaf, *options), labels, fields)
     if needs_grad:
         pairs = [(x, g) for x, g in zip(scores, upstream, strict=False) if x is not None and g is not None]
         (g_logits,) = torch.autograd.grad([x for x, _ in pairs], leaf, [g for _, g in pairs])

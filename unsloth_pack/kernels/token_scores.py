@@ -32,6 +32,7 @@ from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
 from unsloth_pack.kernels.head import (
     HeadPass,
     LabelledRows,
+    Options,
     load_block,
     logit_and_slope,
     prepare_head_inputs,
@@ -189,8 +190,8 @@ def token_scores(
         raise ValueError(f"fields are {fields!r}: pass a collection of {', '.join(FIELDS)}")
     inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
     wanted = tuple(field in fields for field in FIELDS)
-    options = (labelled, scale, softcap, wanted, torch.is_grad_enabled())
-    log_prob, *others = _TokenScores.apply(*inputs, *options)
+    is_training = torch.is_grad_enabled()
+    log_prob, *others = _TokenScores.apply(*inputs, labelled, (scale, softcap), wanted, is_training)
     shape = labelled.labels.shape
     return TokenScores(log_prob.view(shape), *(None if x is None else x.view(shape) for x in others))
 
@@ -199,7 +200,7 @@ class _TokenScores(torch.autograd.Function):
     """Compute each score, `[T]`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, scale, softcap, wanted, with_grad):
+    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, options: Options, wanted, with_grad):
         ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
         N, rows = labelled.count, labelled.rows
         labels_T = labelled.labels.reshape(-1)
@@ -209,18 +210,18 @@ class _TokenScores(torch.autograd.Function):
         trains_head = needed[1] or needed[2] or needed[4]
         at_once = (needed[0] or needed[3]) and not trains_head
         inputs = (hidden, weight, bias, h, b, outputs)
-        head = HeadPass(inputs, rows, labels_N, needed if at_once else [False] * 5, scale, softcap)
+        head = HeadPass(inputs, rows, labels_N, needed if at_once else [False] * 5, options)
         scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
             parts = [None if score is None else score[chunk] for score in scores_N]
-            _score(logits_LV, labels_L, parts, scale, softcap, at_once)
+            _score(logits_LV, labels_L, parts, options, at_once)
 
         head.run(turn, scores_N[0])
         needs_logits_again = trains_head or (at_once and wanted[0])
         again = (*inputs, labels_N) if needs_logits_again else (None,) * 7
         ctx.save_for_backward(rows, head.gradients[0], head.gradients[3], *again)
-        ctx.shape, ctx.dtype, ctx.options = hidden.shape[:-1], hidden.dtype, (scale, softcap)
+        ctx.shape, ctx.dtype, ctx.options = hidden.shape[:-1], hidden.dtype, options
         scores_T = [x if x is None else x.new_zeros(len(labels_T)).index_copy_(0, rows, x) for x in scores_N]
         if scores_T[2] is not None:
             scores_T[2] = scores_T[2].bool()
@@ -233,15 +234,15 @@ class _TokenScores(torch.autograd.Function):
         rows, g_hidden, g_h, *inputs, labels_N = ctx.saved_tensors
         needed = ctx.needs_input_grad[:5]
         if g_log_prob_T is None and g_entropy_T is None:
-            return (None,) * 11
+            return (None,) * 10
         upstream_N = [g if g is None else g.reshape(-1)[rows] for g in (g_log_prob_T, g_entropy_T)]
         g_log_prob_N, g_entropy_N = upstream_N
         if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
-            head = HeadPass(inputs, rows, labels_N, needed, *ctx.options)
+            head = HeadPass(inputs, rows, labels_N, needed, ctx.options)
 
             def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
                 weights_L = [None if g is None else g[chunk] for g in upstream_N]
-                _to_gradient(logits_LV, labels_L, weights_L, *ctx.options)
+                _to_gradient(logits_LV, labels_L, weights_L, ctx.options)
 
             head.run(turn)
             gradients = [None if g is None else g.to(ctx.dtype) for g in head.gradients]
@@ -250,11 +251,11 @@ class _TokenScores(torch.autograd.Function):
             weights_N1 = g_log_prob_N[:, None]
             g_hidden, g_h = (scale_rounded_once(x, weights_N1, ctx.dtype) for x in (g_hidden, g_h))
             gradients = [g_hidden, None, None, g_h, None]
-        return *spread_gradients(gradients, rows, ctx.shape), *(None,) * 6
+        return *spread_gradients(gradients, rows, ctx.shape), *(None,) * 5
 
 
 def _score(
-    logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
+    logits: Tensor, labels: Tensor, scores: list[Tensor | None], options: Options, with_grad: bool
 ) -> None:
     """Write scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
     log_prob, *others = scores
@@ -263,12 +264,12 @@ def _score(
         fields = [field for field, wanted in zip(FIELDS, others, strict=True) if wanted is not None]
         upstream = [torch.ones_like(log_prob)] if with_grad else []
         for score, plain in zip(
-            scores, score_plainly(logits, labels, scale, softcap, fields, upstream), strict=True
+            scores, score_plainly(logits, labels, options, fields, upstream), strict=True
         ):
             if score is not None and plain is not None:
                 score.copy_(plain)
         return
-    L, V = logits.shape
+    (L, V), (scale, softcap) = logits.shape, options
     with torch.cuda.device_of(logits):
         score_kernel[(L,)](
             *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
@@ -278,14 +279,12 @@ def _score(
         )
 
 
-def _to_gradient(
-    logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
-) -> None:
+def _to_gradient(logits: Tensor, labels: Tensor, upstream: list[Tensor | None], options: Options) -> None:
     """In place: logits `[L, V]` -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
     if not takes_fused_path(logits, logits):
-        score_plainly(logits, labels, scale, softcap, ["entropy"], upstream)
+        score_plainly(logits, labels, options, ["entropy"], upstream)
         return
-    L, V = logits.shape
+    (L, V), (scale, softcap) = logits.shape, options
     g_log_prob, g_entropy = upstream
     some = g_log_prob if g_entropy is None else g_entropy
     with torch.cuda.device_of(logits):
