@@ -47,9 +47,6 @@ _NOT_TAKEN = {  # options of transformers that callers may not give, and what to
     "use_gradient_checkpointing": "give it to get_peft_model",
     "rope_scaling": "give rope_parameters whole, with rope_type and rope_theta",
     "config": "give the attributes that differ",
-    "output_loading_info": "leave it out",
-    "ignore_mismatched_sizes": "leave it out",
-    "return_unused_kwargs": "leave it out",
 }
 # What transformers and PEFT raise over files that are broken, or that describe a model that cannot be
 _UNREADABLE = (

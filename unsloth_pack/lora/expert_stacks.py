@@ -150,7 +150,7 @@ def placeholder_stacks(model: nn.Module) -> Iterator[None]:
     PEFT nests adapters on parametrized parameters in another order: its files would swap the adapters' names.
     """
     with ExitStack() as exits:
-        for experts in [module for module in model.modules() if _is_quantised_module(module)]:
+        for experts in [module for module in model.modules() if is_quantised(module)]:
             stacks: dict[str, Any] = {name: get_stored_stack(experts, name) for name in STACKS}
             like = next(experts.parameters())
             empty = {
@@ -167,7 +167,7 @@ def dequantised_stacks(experts: nn.Module) -> Iterator[None]:
 
     PEFT 0.21 does not remove its own parametrization from a parameter that had another one before.
     """
-    if not _is_quantised_module(experts):
+    if not is_quantised(experts):
         yield
         return
     with _as_parameters(experts, {name: getattr(experts, name).detach() for name in STACKS}):
@@ -185,10 +185,6 @@ def _as_parameters(experts: Any, weights: Mapping[str, Tensor]) -> Iterator[None
             delattr(experts, name)
         experts.__class__ = kind
         experts.parametrizations = parametrizations
-
-
-def _is_quantised_module(module: nn.Module) -> bool:
-    return is_parametrized(module) and is_quantised(module)
 
 
 def _replace_by_parameters(experts: Any, weights: Mapping[str, Tensor]) -> None:
