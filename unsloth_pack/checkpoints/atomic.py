@@ -185,9 +185,8 @@ def atomic_dir(
             else:
                 put_in_place(new, real)
     except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
-        ) from error
+        said = f"{str(target)!r} could not be written ({error})"
+        raise InputError(f"{said}; free some space, or give another folder") from error
 
 
 @contextmanager

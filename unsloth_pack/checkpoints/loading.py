@@ -242,9 +242,8 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
             raise
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and (name := unknown[1]) in options:
-            raise InputError(
-                f"from_pretrained does not know {name}={options[name]!r}; correct the name, or leave it out"
-            ) from error
+            said = f"from_pretrained does not know {name}={options[name]!r}"
+            raise InputError(f"{said}; correct the name, or leave it out") from error
         said, remedy = _reason(error), "correct its files, or download it again"
         if "trust_remote_code=True" in str(error):
             said = "it comes with code of its own, which is not run"
@@ -287,18 +286,15 @@ def check_loading(
     if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         raise InputError("load_in_fp8=True needs a GPU of compute capability 8.9 or more; use bfloat16")
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
-        raise InputError(
-            f"{forms[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'"
-        )
+        raise InputError(f"{forms[0]}=True needs bitsandbytes; pip install 'unsloth-pack[cuda]'")
 
 
 def check_positions(max_seq_length: int, model_name: str, text_config: PretrainedConfig) -> None:
     """Refuse rows that are longer than the model has positions."""
     if max_seq_length > text_config.max_position_embeddings:
-        raise InputError(
-            f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters"
-        )
+        has = f"{model_name} has {text_config.max_position_embeddings} positions"
+        remedy = "lower it, or give from_pretrained max_position_embeddings and rope_parameters"
+        raise InputError(f"max_seq_length is {max_seq_length}, {has}; {remedy}")
 
 
 def check_loftq(loftq_config: Mapping[str, object]) -> None:
@@ -324,10 +320,8 @@ def check_files(folder: str, what: str, use_safetensors: bool) -> None:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not whole safetensors ({error}); download or save it again") from None
     if not weights and any(name.endswith(".bin") for name in names):
-        raise InputError(
-            f"{folder} holds only pickled weights, which can run code when loaded; save the {what} as "
-            "safetensors, or pass use_safetensors=False if you trust it"
-        )
+        remedy = f"save the {what} as safetensors, or pass use_safetensors=False if you trust it"
+        raise InputError(f"{folder} holds only pickled weights, which can run code when loaded; {remedy}")
     if not weights:
         raise InputError(f"{folder} holds no safetensors; download or save the {what} again")
 

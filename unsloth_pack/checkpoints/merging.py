@@ -214,9 +214,7 @@ def _weight(linear: nn.Linear) -> Tensor:
     if isinstance(linear, Fp8Linear):
         return linear.rows.dequantized(torch.float32)
     if is_linear_4bit(linear) and (why := why_not_dequantised(linear)):
-        raise InputError(
-            f"a linear layer cannot be merged: {why}; load the model anew and merge it before use"
-        )
+        raise InputError(f"a linear layer cannot be merged: {why}; load the model anew and merge it first")
     weight = linear.weight
     try:
         return dequantize_module_weight(linear)

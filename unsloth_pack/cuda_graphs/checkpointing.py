@@ -89,11 +89,9 @@ class ActivationOffload:
             return
         free = psutil.virtual_memory().available
         if n_new * block > free:
-            raise InputError(
-                f"the inputs of {n} layers take {n * block / 2**30:.1f} GiB of host memory, of "
-                f"which {free / 2**30:.1f} GiB are free; use_gradient_checkpointing=True keeps them on the "
-                "GPU, a smaller max_seq_length makes them smaller"
-            )
+            said = f"the inputs of {n} layers take {n * block / 2**30:.1f} GiB of host memory"
+            remedy = "use_gradient_checkpointing=True keeps them on the GPU"
+            raise InputError(f"{said}, of which {free / 2**30:.1f} GiB are free; {remedy}")
         self._n_blocks[block] = n
 
     def settle(self) -> None:

@@ -238,9 +238,7 @@ def record_versions(weights: Iterable[Tensor | tuple[Any, ...] | None]) -> Versi
 def check_unchanged(recorded: Versions) -> None:
     """Raise RuntimeError if a tensor was modified in place since the forward pass, as autograd does."""
     if any(x is not None and not x.is_inference() and x._version != version for x, version in recorded):
-        raise RuntimeError(
-            "a layer's weight was modified in place between forward and backward; change it after backward()"
-        )
+        raise RuntimeError("a layer's weight was modified in place between forward and backward")
 
 
 def backward_pass(backward: Callable[..., Any]) -> Any:

@@ -90,10 +90,7 @@ class TrainedParts:
         wants_layers = self.vision_layers or self.language_layers
         has_layers = wants_layers and (self.attention_modules or self.mlp_modules)
         if not has_layers and (wants_layers or not self.aligner):
-            raise InputError(
-                "the finetune_ arguments leave no layer for an adapter; set one of vision_layers and "
-                "language_layers, and one of attention_modules and mlp_modules"
-            )
+            raise InputError("the finetune_ arguments leave no layer for an adapter; set one of each pair")
 
 
 def vision_targets(model: PreTrainedModel, trained: TrainedParts) -> tuple[str, list[str]]:
