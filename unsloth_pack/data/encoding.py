@@ -68,17 +68,11 @@ class Encoder:
         self.tokenizer, self.max_length, self.chat_template = tokenizer, max_length, chat_template
         self._is_chat = is_chat
         self._reads_objects: dict[str, bool | None] = {}  # by template
-        column = next(name for name in ("prompt", "messages", "text") if name in columns)
-        self._encode = {
-            "prompt": self._encode_prompt,
-            "messages": self._encode_messages,
-            "text": self._encode_text,
-        }[column]
         if not is_chat and tokenizer.eos_token is None:
             raise InputError(
                 "the tokenizer has no eos_token, so no answer would ever end; set tokenizer.eos_token"
             )
-        if responses_only and column == "text":
+        if responses_only and "text" in columns:
             raise InputError(
                 "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
             )
@@ -107,20 +101,16 @@ class Encoder:
         labels = np.where(is_masked, np.int32(IGNORE_INDEX), ids)
         return Encoded(ids, labels, read, kept, masked, kept - masked - begins_counting, rerendered)
 
-    def _encode_text(self, batch: Columns, numbers: range) -> Parts:
+    def _encode(self, batch: Columns, numbers: range) -> Parts:
         nowhere = np.zeros(len(numbers), np.int64)
-        # Nothing is learned from a blank text, so that its row is dropped and counted
-        texts = [self._ended(text) if text.strip() else "" for text in batch["text"]]
-        return self._plain(texts), nowhere, None, nowhere
-
-    def _encode_messages(self, batch: Columns, numbers: range) -> Parts:
-        ids, marks = self._chat(batch["messages"], batch, numbers, self._marks_assistant)
-        nowhere = np.zeros(len(numbers), np.int64)
-        return ids, nowhere, marks, nowhere
-
-    def _encode_prompt(self, batch: Columns, numbers: range) -> Parts:
-        pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
-        marks = None
+        if "text" in batch:
+            # Nothing is learned from a blank text, so that its row is dropped and counted
+            texts = [self._ended(text) if text.strip() else "" for text in batch["text"]]
+            return self._plain(texts), nowhere, None, nowhere
+        if "messages" in batch:
+            ids, marks = self._chat(batch["messages"], batch, numbers, self._marks_assistant)
+            return ids, nowhere, marks, nowhere
+        pairs, marks = list(zip(batch["prompt"], batch["completion"], strict=True)), None
         if self._is_chat:
             one_turn = all(len(turns) == 1 for turns in batch["completion"])  # then it is the response
             marked = self._marks_assistant and (self._is_marked or not one_turn)

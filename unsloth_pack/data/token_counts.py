@@ -112,10 +112,12 @@ def check_token_loss(
     if ledger.tokens_dropped:
         rows = f"{ledger.rows_fully_masked:,} rows in which no token counts"
         causes.append(f"{ledger.tokens_dropped:,} in {rows}")
-    loses, way = ("has lost", "pack it anew with") if are_packed else ("would lose", "raise")
+    loses, way = "would lose", "raise --max_seq_length to"
+    if are_packed:
+        loses, way = "has lost", "pack it anew with --max_seq_length"
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
-        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {way} --max_seq_length "
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {way} "
         f"{min(ledger.longest, n_positions)} (99 % of the rows have at most {ledger.p99}), {smaller}split "
         f"long rows, or allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"
     )
