@@ -144,16 +144,3 @@ def test_what_a_template_would_drop_is_refused(turns, options, says, name):
     get_chat_template(tokenizer, name)
     with pytest.raises(Exception, match=says):
         rendered(tokenizer, turns, **options)
-
-
-@table("turns", [["system"], ["system", "assistant"]], ids=str)
-@table("name", FAMILIES)
-def test_a_system_text_without_a_question_is_written_or_refused(turns, name):
-    tokenizer = tokenizer_of(name)
-    get_chat_template(tokenizer, name)
-    conversation = [{"role": role, "content": f"the {role} says"} for role in turns]
-    if CHAT_FORMATS[name].is_within_user:
-        with pytest.raises(Exception, match="puts the system text into the first question"):
-            rendered(tokenizer, conversation)
-    else:
-        assert "the system says" in rendered(tokenizer, conversation)

@@ -92,13 +92,6 @@ def test_interleaved_is_what_datasets_interleaves(how):
     assert_adds_up(made.train.ledger, made.train.rows)
 
 
-def test_the_first_documents_alone():
-    made = mix([source("a", A), source("b", B)], seed=1, most=45)
-    assert numbers_of(made.train) == [*A, *B[:5]]
-    assert made.train.ledger.rows_not_drawn == 55
-    assert_adds_up(made.train.ledger, made.train.rows)
-
-
 @table("how", ["concatenate", "interleave_under", "interleave_over"])
 @table("seed", range(5))
 def test_no_document_is_on_both_sides(how, seed):

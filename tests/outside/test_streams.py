@@ -257,24 +257,6 @@ def test_what_cannot_be_packed_is_told_when_it_is_read(rows, message):
         list(pack_dataset(source, CAPACITY, buffer_size=4))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"text": "a"}], "the data set has the columns text; tokenise it"),
-        ([{"input_ids": [1], "text": "a"}], "column 'text' holds .*string.*, not one number a token"),
-        ([{"input_ids": [1], "seq_lengths": [1]}], "it is packed already"),
-        ([{"input_ids": [1]}], "such as one split"),
-    ],
-    ids=["untokenised", "text", "packed", "splits"],
-)
-def test_what_the_columns_tell_is_refused_at_once(rows, message):
-    source = datasets.IterableDatasetDict({"train": stream(rows)}) if "one split" in message else stream(rows)
-    with pytest.raises(ValueError, match=message):
-        pack_dataset(source, CAPACITY)
-    with pytest.raises(ValueError, match="buffer_size is 0"):
-        pack_dataset(stream(documents(3)), CAPACITY, buffer_size=0)
-
-
 # Through the trainers of others.
 
 
