@@ -137,7 +137,7 @@ CASES = [
     Case("images: a text model", "takes no images", lambda: FastVisionModel.from_pretrained("model")),
     Case(
         "images: an adapter on nothing",
-        "leaves no layer for an adapter",
+        "leave no layer for an adapter",
         lambda: FastVisionModel.get_peft_model(
             vision_model("qwen2_5_vl"), finetune_language_layers=False, finetune_aligner=False
         ),

@@ -123,7 +123,7 @@ class FastLoraLinear(PeftLinear):
         weight: arithmetic.Weight = base.weight.detach()
         if isinstance(base, Fp8Linear):
             weight = base.rows
-        elif is_linear_4bit(base):
+        elif type(base) is not nn.Linear:
             weight = Nf4Weight(base.weight, getattr(base.weight, "quant_state", None))
         dropout = self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
@@ -166,14 +166,15 @@ def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 def why_not_fused(layer: PeftLinear) -> str | None:
     """Explain why a LoRA layer runs through PEFT's forward; None if it is fused."""
     base = layer.base_layer
-    if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
-        return f"on a {type(base).__name__}"
+    if type(base) not in (nn.Linear, Fp8Linear):
+        if not is_linear_4bit(base):
+            return f"on a {type(base).__name__}"
+        if why := why_not_dequantised(base):
+            return why
     if is_gathered_by_module(base.weight):
         return GATHERED_BY_MODULE
     if base.weight.requires_grad:
         return "the base weight is trained"
-    if is_linear_4bit(base) and (why := why_not_dequantised(base)):
-        return why
     if len(layer.active_adapters) != 1:
         return f"{len(layer.active_adapters)} active adapters"
     adapter = layer.active_adapters[0]

@@ -107,7 +107,7 @@ class RunTrainer(SFTTrainer):
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.nonfinite_updates = NonFiniteUpdates()
-        self._averaged = AveragedGradients()
+        self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
 
@@ -238,7 +238,8 @@ class RunTrainer(SFTTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.memory_watch.begin(inputs["input_ids"].numel())
-        self._averaged.begin(model, self.optimizer)
+        if self._averaged is not None:
+            self._averaged.begin(model, self.optimizer)
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)
         finally:
@@ -255,13 +256,15 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | float:
-        self._averaged.average()
+        if self._averaged is not None:
+            self._averaged.average()
         return self.nonfinite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        self._averaged.average()
+        if self._averaged is not None:
+            self._averaged.average()
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
         return self.nonfinite_updates.judge(self, norm)
 
