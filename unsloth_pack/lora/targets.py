@@ -271,7 +271,8 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
     if absent:
         weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
         known = {_leaf(path) for path in [*weighted, *others]}
-        raise InputError(f"{name} names {absent[0]!r}; the model has {', '.join(sorted(known))}")
+        wrong = ", ".join(map(repr, absent))
+        raise InputError(f"{name} names {wrong}; the model has {', '.join(sorted(known))}")
 
 
 def _check_targets(model: nn.Module, target_modules: Names, experts: Mapping[str, nn.Module]) -> None:
