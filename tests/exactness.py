@@ -109,8 +109,7 @@ def every_second_column(x: Tensor) -> Tensor:
     return _moved(x, _filled([*x.shape[:-1], 2 * x.shape[-1]], x)[..., ::2])
 
 
-LAYOUTS_IN_PLACE = (contiguous, column_slice, every_second_row)
-LAYOUTS = (*LAYOUTS_IN_PLACE, rows_of_two_strides, transposed, every_second_column)
+LAYOUTS = (contiguous, column_slice, every_second_row, rows_of_two_strides, transposed, every_second_column)
 
 
 def far_rows(x: Tensor, start: int = 0) -> Tensor:
