@@ -150,7 +150,7 @@ class VisionEncoder:
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
     def __call__(self, rows: Sequence[object]) -> list[VisionDocument]:
-        """Encode some rows; skipped ones are counted, and the others by `count` once they are decoded."""
+        """Encode some rows and count the skipped ones. Call `count` for a document once it is decoded."""
         documents = []
         for document in self.each(rows, range(len(rows))):
             if document is not None and document.is_learnable:

@@ -89,7 +89,7 @@ class RowImages:
 def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray) -> list[int]:
     """Count the images of every document where markers may stand between an image's lines and tiles.
 
-    `places` `[V]` are the tokens in the row, `sizes` `[images]` those that the tower makes of each or a tile.
+    `places` `[V]` are the placeholders, `sizes` `[images]` the tokens of each image or tile from the tower.
 
     Raises:
         InputError: placeholders and image tokens differ in number, or a document ends inside an image.

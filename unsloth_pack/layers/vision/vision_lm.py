@@ -150,7 +150,7 @@ def shape_images(
 ) -> tuple[tuple[int, ...], dict[str, list[list[int]]]]:
     """Return the shape of `pixel_values` that a model takes, without rows, and what describes the images.
 
-    These are of `sizes` in tokens, padded to the `largest`, where sizes are free; else of `n_tiles`, if cut.
+    `sizes`, in tokens and padded to `largest`, serve models with free sizes, `n_tiles` models that cut images.
     """
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
