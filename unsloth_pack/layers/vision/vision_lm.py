@@ -150,7 +150,7 @@ def shape_images(
 ) -> tuple[tuple[int, ...], dict[str, list[list[int]]]]:
     """Return the shape of `pixel_values` that a model takes, without rows, and what describes the images.
 
-    `sizes`, in tokens and padded to `largest`, serve models with free sizes, `n_tiles` models that cut images.
+    `sizes`, in tokens and padded to `largest`, serve models with free sizes, `n_tiles` those that cut images.
     """
     vision = config.vision_config
     names = ("in_channels", "in_chans", "num_channels")
