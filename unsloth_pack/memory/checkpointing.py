@@ -194,11 +194,7 @@ def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
 
 
 class GiveBackSpareMemory(TrainerCallback):
-    """Empty torch's cache after the training of a patched model.
-
-    Torch keeps the memory of its largest step, which a notebook then needs to merge, generate or start
-    another process.
-    """
+    """Empty torch's cache after training: it keeps the memory of the largest step, which a notebook needs."""
 
     def on_train_end(self, *_: object, model: nn.Module | None = None, **__: object) -> None:
         if torch.cuda.is_initialized() and has_fast_decoder(model):
