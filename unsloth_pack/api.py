@@ -282,16 +282,11 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise InputError("the model has an adapter already; train it, merge it, or load the model anew")
     if getattr(model, "full_finetuning", False):
-        raise InputError(
-            "the model was loaded with full_finetuning=True, which trains every weight; leave out "
-            "get_peft_model, or load the model without that flag"
-        )
+        raise InputError("full_finetuning=True trains every weight; leave out get_peft_model, or load anew")
     loaded_with = getattr(model, "max_seq_length", None)
     if max_seq_length not in (None, loaded_with):
-        raise InputError(
-            f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}; give it to "
-            "from_pretrained"
-        )
+        problem = f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}"
+        raise InputError(f"{problem}; give it to from_pretrained")
 
 
 def _let_segments_grow() -> None:

@@ -199,11 +199,7 @@ def push_to_hub_merged(
 
 
 def refuse_gguf(model: nn.Module, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse `save_pretrained_gguf` and `push_to_hub_gguf`, with the way to a GGUF file.
-
-    Raises:
-        InputError: always.
-    """
+    """Refuse `save_pretrained_gguf` and `push_to_hub_gguf`: raise InputError, with the way to a GGUF file."""
     raise InputError(
         "no GGUF files are written here; call model.save_pretrained_merged('merged', tokenizer), then run "
         "llama.cpp's `python convert_hf_to_gguf.py merged`, and `llama-quantize` on its file"

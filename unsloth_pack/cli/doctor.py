@@ -260,5 +260,5 @@ def _print(console: "Console", lines: Sequence[Line]) -> None:
             name, found, remedy = map(printable, (line.name, line.found, line.remedy))
             table.add_row(Text(name), Text(found), Text(remedy, style="yellow"))
         console.print(table)
-    remedies = sum(bool(line.remedy) for line in lines)
-    console.print(f"not fine: {remedies}" if remedies else "all is fine")
+    n_remedies = sum(bool(line.remedy) for line in lines)
+    console.print(f"not fine: {n_remedies}" if n_remedies else "all is fine")
