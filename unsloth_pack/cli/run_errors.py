@@ -69,17 +69,19 @@ def _advice(trainer: "RunTrainer", error: BaseException, options: dict[str, Any]
     return advise(use, batch_size=rows, accumulation=steps, **options)
 
 
-def check_finite(trainer: "RunTrainer") -> None:
-    """Raise `RunStopped` if an update that was not finite stopped the training."""
+def check_end(trainer: "RunTrainer", stop: "StopOnSignal") -> None:
+    """Raise `RunStopped` if a row of the stream, in any process, or an update that is not finite ended it."""
+    if stop.failed and trainer.state.global_step < trainer.state.max_steps:
+        error = None if trainer.row_stream is None else trainer.row_stream.error
+        said = "another process of this run has met a row that cannot be trained on; see its line"
+        raise RunStopped(str(error or said)) from error
     update = trainer.nonfinite_updates.stopped_by
-    if update is None:
-        return
-    if update.has_diverged:
+    if update is not None and update.has_diverged:
         raise Diverged(f"{update}; start anew with a lower --learning_rate")
-    cause = "correct the data" if update.culprits else "lower --learning_rate, or correct the data,"
-    raise RunStopped(
-        f"{update}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
-    )
+    if update is not None:
+        cause = "correct the data" if update.culprits else "lower --learning_rate, or correct the data,"
+        go_on = "go on without this update (--on_nonfinite skip does so always)"
+        raise RunStopped(f"{update}; {cause} and start anew, or {go_on}")
 
 
 def check_learned(trainer: "RunTrainer") -> None:
@@ -89,15 +91,6 @@ def check_learned(trainer: "RunTrainer") -> None:
             "no token was counted in the loss, since every document had an image that could not be used; "
             "replace the images, or leave out --skip_broken_images to see the first"
         )
-
-
-def check_stream(trainer: "RunTrainer", stop: "StopOnSignal") -> None:
-    """Raise `RunStopped` if a row of the stream, in any process, stopped the training."""
-    stream = trainer.row_stream
-    if stop.failed and trainer.state.global_step < trainer.state.max_steps:
-        error = stream.error if stream is not None else None
-        said = "another process of this run has met a row that cannot be trained on; see its line"
-        raise RunStopped(str(error or said)) from error
 
 
 def say_how_to_resume(

@@ -13,9 +13,8 @@ from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
 from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS, quieten
 from unsloth_pack.cli.run_errors import (
-    check_finite,
+    check_end,
     check_learned,
-    check_stream,
     explained,
     say_how_to_resume,
 )
@@ -118,8 +117,7 @@ def _run(o: TrainOptions) -> int:
     advice["recomputes_all"] = o.training.use_gradient_checkpointing not in (False, "auto")
     with stop, explained(folder, trainer, **advice):
         trainer.train_from(checkpoint)
-        check_stream(trainer, stop)
-        check_finite(trainer)
+        check_end(trainer, stop)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         _end_together()
         return say_how_to_resume(console, trainer, metrics, stop.received)

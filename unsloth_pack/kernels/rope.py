@@ -306,14 +306,14 @@ class _RopeQK(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gq_out, gk_out):
-        tables, weights = ctx.saved_tensors[:3], ctx.saved_tensors[3:5]
+        cos, sin, position_ids, q_weight, k_weight, *qk = ctx.saved_tensors
+        tables, weights = (cos, sin, position_ids), (q_weight, k_weight)
         norm, interleaved = ctx.options
         if norm is None:
             grads = *_turn(gq_out, gk_out, tables, weights, norm, interleaved, -1.0), None, None
         else:
-            q, k = ctx.saved_tensors[5:]
             trains = any(ctx.needs_input_grad[5:7])
-            grads = _norm_backward(gq_out, gk_out, q, k, tables, weights, norm, interleaved, trains)
+            grads = _norm_backward(gq_out, gk_out, *qk, tables, weights, norm, interleaved, trains)
         return *grads[:2], None, None, None, *grads[2:], None, None
 
 
