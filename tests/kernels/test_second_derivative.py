@@ -1,11 +1,13 @@
 """What holds for every kernel.
 
-A second derivative is refused, since torch would drop its terms where the incoming gradient is a constant.
+A second derivative is refused, since torch would drop its terms where the incoming gradient is a constant. A
+checkpoint hands out every saved tensor once.
 """
 
 import pytest
 import torch
 from exactness import DEVICE
+from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import (
@@ -56,3 +58,14 @@ def test_it_is_refused(call):
         with pytest.raises(InputError, match="create_graph=True: a fused operation has no second derivative"):
             torch.autograd.grad(call(x).sum(), x, create_graph=True)
         torch.autograd.grad(call(x).sum(), x)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_checkpoint_recomputes_it(call):
+    with torch.device(DEVICE):
+        x = torch.randn(3, 2, 8, requires_grad=True)
+        gradients = []
+        for run in (call, lambda x: checkpoint(call, x, use_reentrant=False)):
+            torch.manual_seed(1)
+            gradients += torch.autograd.grad(run(x).sum(), x)
+        assert torch.equal(*gradients)
