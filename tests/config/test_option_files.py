@@ -49,7 +49,7 @@ CASES = [
     (
         "training:\n  r: 4\n  seed: 0.5",
         "2: r belongs in adapter, not in training; move it there\n"
-        "3: seed is '0.5'; it should be a valid integer, unable to parse string as an integer",
+        "3: seed is '0.5'; it should be a valid integer",
     ),
     ("model: Qwen/Qwen2.5-0.5B", "1: model is a section, not a value; did you mean model_name?"),
     ("r: 4\nadapter:\n  r: 8", "3: r is there twice; keep one of them"),

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from unsloth_pack.data.columns import IMAGE_COLUMNS, KNOWN_COLUMNS
 from unsloth_pack.errors import LAST_SEED, InputError, Mistakes, written
 
+_PATTERNS = {r"\S": "it should not be blank", "/": "it should be OWNER/NAME"}
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
 
 
@@ -167,7 +168,9 @@ def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]
             case "extra_forbidden":
                 said = "unknown; leave it out"
             case _:
-                remedy = each.get("ctx", {}).get("error") or re.sub(r"^\w+ should", "it should", each["msg"])
+                context, plain = each.get("ctx", {}), each["msg"].partition(", unable")[0]
+                remedy = context.get("error") or _PATTERNS.get(context.get("pattern"))
+                remedy = remedy or re.sub(r"^\w+ should", "it should", plain)
                 said = f"{written(each['input'])[:80]}; {remedy}"
         yield ".".join(map(str, [option, *parts])), f"{', '.join([str(option), *words])} is {said}"
 
