@@ -169,7 +169,7 @@ def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]
                 said = "unknown; leave it out"
             case _:
                 context, plain = each.get("ctx", {}), each["msg"].partition(", unable")[0]
-                remedy = context.get("error") or _PATTERNS.get(context.get("pattern"))
+                remedy = context.get("error") or _PATTERNS.get(str(context.get("pattern")))
                 remedy = remedy or re.sub(r"^\w+ should", "it should", plain)
                 said = f"{written(each['input'])[:80]}; {remedy}"
         yield ".".join(map(str, [option, *parts])), f"{', '.join([str(option), *words])} is {said}"

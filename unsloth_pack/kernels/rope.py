@@ -312,8 +312,9 @@ class _RopeQK(torch.autograd.Function):
         if norm is None:
             grads = *_turn(gq_out, gk_out, tables, weights, norm, interleaved, -1.0), None, None
         else:
+            q, k = qk
             trains = any(ctx.needs_input_grad[5:7])
-            grads = _norm_backward(gq_out, gk_out, *qk, tables, weights, norm, interleaved, trains)
+            grads = _norm_backward(gq_out, gk_out, q, k, tables, weights, norm, interleaved, trains)
         return *grads[:2], None, None, None, *grads[2:], None, None
 
 

@@ -351,7 +351,7 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
     """Refuse a second patch on a module: undoing one would break the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
-        if type(module).__reduce_ex__ is _reduce and type(module) not in own:
+        if vars(type(module)).get("__reduce_ex__") is _reduce and type(module) not in own:
             raise InputError(
                 f"{name or type(base).__name__} is patched already, in another model; undo that patch first"
             )
