@@ -45,12 +45,7 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Train with the options of a command line.
 
-    Returns:
-        0, or 130, 143 or 129 where SIGINT, SIGTERM or SIGHUP ended the run, with a checkpoint to resume
-        from.
-
-    Raises:
-        InputError: something is missing, contradictory or cannot work here; nothing has been written then.
+    Returns 0, or 130, 143 or 129 where SIGINT, SIGTERM or SIGHUP ended the run, with a checkpoint to resume.
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."

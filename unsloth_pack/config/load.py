@@ -20,14 +20,8 @@ _IN_SECTION = re.compile(rf"--({'|'.join(SECTIONS)})\.(\w+)")
 def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions:
     """Read the options of a command line; the others have the defaults of their types.
 
-    A value comes from the command line, else from the config file, else from its base files.
-
-    Args:
-        parser: of the flags; that of `train` by default.
-
-    Raises:
-        Mistakes: all that is wrong with names and values.
-        InputError: the config file cannot be opened.
+    A value comes from the command line, else from the config file, else from its base files. Mistakes in
+    names and values are raised together.
     """
     flags, parts = _undotted(arguments)
     own = (parser or train_parser()).read(flags)

@@ -61,15 +61,8 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     """Detect the format of rows with these columns.
 
     If several fit, the most structured wins: messages, ShareGPT, alpaca, prompt+completion, text. (For
-    example, the original alpaca data has a rendered `text` beside its `instruction`.)
-
-    Args:
-        column_names: all columns of the dataset.
-        first_rows: a few rows, to tell a `messages` or `conversations` list from a string of that name.
-
-    Raises:
-        InputError: no format has these columns; the error names them and the columns of the formats.
-            Preferences and packed rows are refused too.
+    example, the original alpaca data has a rendered `text` beside its `instruction`.) A few rows tell a list
+    of messages from a string of that name. Preferences and packed rows are refused.
     """
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
@@ -121,20 +114,9 @@ class Conversion:
     - prompt+completion and text stay as they are; `response` is renamed to `completion`.
     - beside conversations: `tools` as JSON text, and `chat_template_kwargs`.
 
-    Other columns are dropped, or refused if they train something in the tool they were made for.
-
-    Args:
-        chat_template: whether the tokenizer has a chat template.
-        responses_only: whether only assistant turns will carry loss, to compare it with the marks of turns
-            (`train`, `weight`); None if nothing is trained.
-        numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
-
-    Attributes:
-        columns: of TRL.
-        holds_turns: whether the rows are conversations.
-
-    Raises:
-        InputError: the format is unknown, or conversations come without a chat template.
+    Other columns are dropped, or refused if they train something in the tool they were made for. The marks of
+    turns (`train`, `weight`) are compared with `responses_only`, which is None if nothing is trained. Errors
+    name rows by `numbers`, else 0, 1, 2, ...
     """
 
     def __init__(
@@ -192,14 +174,7 @@ class Conversion:
         return (*(name for name in names if name not in self._used), *unread)
 
     def rows(self, first: int, end: int, batch_size: int) -> Iterator[Row]:
-        """The rows `first` to `end - 1`, converted; so many are read at a time.
-
-        Raises:
-            InputError: a row cannot be trained on: it names the first such row, the column and the value.
-                Null and non-string fields, empty responses, conversations without an assistant turn, unknown
-                roles and turns out of order are refused, and images, replies labelled bad, weights and turns
-                marked otherwise.
-        """
+        """Convert the rows `first` to `end - 1`; refuse one that cannot be trained on, by its column."""
         names = [name for name in self._dataset.column_names if name in {*KNOWN_COLUMNS, *self._rules}]
         rows = self._dataset.select(range(first, end)).select_columns(names)
         filled = [field.name for field in rows.features.arrow_schema if "struct<" in str(field.type)]

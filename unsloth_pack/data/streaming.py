@@ -273,11 +273,7 @@ class DocumentStream:
         check_text: refuses documents without images, of which one is called as its second argument says.
         have_images: whether rows may have images, where the first rows have none and the model takes some.
 
-    Attributes:
-        first_ledger, fingerprint: of the first rows, of one block at least of each part.
-        unused_columns: of each part, as its first rows have them.
-        n_parts: the sources that are mixed; 1 where none are.
-        has_images: whether documents have a list of images, which may be empty.
+    The ledger and the fingerprint are of the first rows, of one block at least of each part.
     """
 
     def __init__(

@@ -76,14 +76,8 @@ def documents_of(
 
     Conversations go through the chat template. Text and string completions end with the end-of-sequence
     token. The loss is on the completion where there is a prompt, else on all tokens. Documents of a large
-    data set lie in the data set cache.
-
-    Args:
-        max_length: tokens at which a row is cut; its end is lost.
-        train_on_responses_only: in conversations, only assistant turns count in the loss; None if nothing is
-            trained on the rows.
-        chat_template: used instead of the tokenizer's own.
-        num_proc: processes that share out the rows; None for as many as there are cores.
+    data set lie in the data set cache. `train_on_responses_only` is None if nothing is trained on the rows,
+    `num_proc` for as many processes as there are cores.
     """
     make = DocumentMaker(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
     unused = make.conversion.unused_columns(str(tokenizer.chat_template or ""))
@@ -316,15 +310,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
-    """Refuse token ids without an embedding; on a GPU they would fail an assertion that names no row.
-
-    Args:
-        dataset: holds `input_ids`, one list of integers a row.
-        vocab_size: rows of the embedding; valid ids are 0 to vocab_size - 1.
-
-    Raises:
-        InputError: an id is outside the vocabulary; names the first such row and id.
-    """
+    """Refuse `input_ids` without an embedding; on a GPU they would fail an assertion that names no row."""
     import pyarrow.compute as pc
 
     start = 0

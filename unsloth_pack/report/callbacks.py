@@ -184,14 +184,8 @@ class StopOnSignal(TrainerCallback):
     Several processes ask each other at the end of every step, and read the answer at the end of the next, so
     that nobody waits for it: they all stop at the same step, one later. A second signal goes to the handler
     that was there before. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the
-    processes that remain when one has ended, and each still has to say how to go on.
-
-    Args:
-        has_failed: whether something else is wrong in this process, so that all should stop in the same way.
-
-    Attributes:
-        received: the signal that stopped the run.
-        failed: whether a process failed.
+    processes that remain when one has ended, and each still has to say how to go on. Where `has_failed` says
+    that something else is wrong in this process, all stop in the same way.
     """
 
     def __init__(self, has_failed: Callable[[], bool] = lambda: False) -> None:

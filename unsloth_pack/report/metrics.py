@@ -36,15 +36,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def read_cwd(folder: Path) -> Path | None:
-    """Read the folder in which the run in `folder` was started; None if its first line does not say."""
-    cwd = read_lines(folder)[0].get("cwd")
-    return None if cwd is None else Path(cwd)
-
-
-def read_processes(folder: Path) -> int | None:
-    """Read how many processes the run in `folder` was started on; None if its first line does not say."""
-    return read_lines(folder)[0].get("processes")
+def read_fact(folder: Path, name: str) -> Any:
+    """Read `cwd` or `processes` from the first line of the run in `folder`; None if it does not say."""
+    return read_lines(folder)[0].get(name)
 
 
 def read_data(folder: Path, use: str) -> dict[str, Any] | None:

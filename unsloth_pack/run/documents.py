@@ -65,16 +65,7 @@ class RowsOfSet:
 def load_all(
     data_sets: Sequence[DataSet], split: str = "train", num_proc: int | None = None, most: int | None = None
 ) -> list[RowsOfSet]:
-    """Load the rows of data sets.
-
-    Args:
-        split: of those that name none.
-        num_proc: processes that read large files; None for as many as there are cores.
-        most: rows of each, its first ones; None for all.
-
-    Raises:
-        InputError: one of them cannot be read; names it.
-    """
+    """Load the rows of data sets, the first `most` of each; `split` is of those that name none."""
     loaded = []
     for data_set in data_sets:
         rows = data_set.read(split, num_proc)

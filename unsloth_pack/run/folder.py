@@ -215,18 +215,18 @@ def _has_merged_base(folder: Path) -> bool:
 
 def _is_of_the_run(target: Path, folder: Path) -> bool:
     """Whether the run in `folder` saves its merged model at `target`."""
-    from unsloth_pack.report.metrics import read_cwd
+    from unsloth_pack.report.metrics import read_fact
 
     saved, run = [folder / "merged"], options_of_run(folder)
     if run.get("save_path"):
-        cwd = read_cwd(folder) or Path()
+        cwd = Path(read_fact(folder, "cwd") or "")
         if (cwd / str(run.get("output_dir"))).resolve() == folder.resolve():  # else it is a copy of that run
             saved.append(cwd / run["save_path"])
     return target.resolve() in [path.resolve() for path in saved]
 
 
 def _check_resumable(folder: Path) -> None:
-    from unsloth_pack.report.metrics import has_ended, read_losses, read_processes
+    from unsloth_pack.report.metrics import has_ended, read_fact, read_losses
     from unsloth_pack.training.checkpoints import has_stopped_early, last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
@@ -257,7 +257,7 @@ def _check_resumable(folder: Path) -> None:
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
             "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
         )
-    before, now = read_processes(folder), count_processes()
+    before, now = read_fact(folder, "processes"), count_processes()
     if before not in (None, now):
         raise InputError(
             f"--resume: the run in {str(folder)!r} had {before} processes and this one has {now}, whose "
@@ -274,9 +274,6 @@ def check_same_data(
         use: "train" or "eval".
         names: the paths of the data.
         ledger, fingerprint: of that data as it is now.
-
-    Raises:
-        InputError: its rows or tokens have changed, or how they are tokenised or packed.
     """
     from unsloth_pack.report.metrics import read_data
     from unsloth_pack.training.checkpoints import last_checkpoint

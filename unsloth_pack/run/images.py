@@ -240,13 +240,7 @@ def image_preparation(
 ) -> ImagePreparation | None:
     """How the images of data sets are prepared; None if the model takes none, or the data has none.
 
-    Args:
-        model_name: of a model, or an adapter, whose own processor counts where it has one.
-        are_expected: later rows may have images, whatever these have.
-
-    Raises:
-        InputError: images for this model are not prepared here, its processor cannot be loaded, or the
-            tokenizer is not that of the model.
+    The processor of an adapter counts where it has one. If images are expected, later rows may have some.
     """
     config = load_config(find_model(model_name)[0])
     if not hasattr(config, "vision_config"):

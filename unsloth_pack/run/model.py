@@ -106,10 +106,6 @@ def build_model(
 ) -> Any:
     """Load the patched model with its adapter, and probe it for leaks before anything is written.
 
-    Args:
-        config: of the trainer.
-        new_tokens, has_images, folder, is_resumed: as for `load_run_model`.
-
     Raises:
         InputError: it cannot be loaded, or not train as the options say.
         LeakFound: documents of a packed row reach each other.
@@ -146,17 +142,7 @@ def load_run_model(
     folder: Path = Path(),
     is_resumed: bool = False,
 ) -> Any:
-    """Load the model, ready to train.
-
-    Args:
-        images: if rows have images, so that the tower and the aligner may train.
-        new_tokens: by the id of each, the ids of its description, see `add_to_tokenizer`.
-        folder: of the run, where a base with a merged adapter lies.
-        is_resumed: the base may be there already.
-
-    Raises:
-        InputError: the model cannot be loaded, or not train as the options say.
-    """
+    """Load the model, ready to train. A base with a merged adapter lies in the run's folder."""
     is_full, goes_on = adapter.tuning == "full", adapter.init_adapter and not adapter.merge_init_adapter
     loading = {**flat(model), "full_finetuning": is_full, "random_state": adapter.random_state}
     loaded: Any

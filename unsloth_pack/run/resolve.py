@@ -126,7 +126,7 @@ def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
 
 def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the run in `output_dir`."""
-    from unsloth_pack.report.metrics import read_config, read_cwd
+    from unsloth_pack.report.metrics import read_config, read_fact
 
     if "output_dir" not in given:
         raise InputError("--resume needs --output_dir; name the folder of the run to continue")
@@ -137,7 +137,7 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     recorded = {name: value for name, value in read_config(folder).items() if name in known}
     read = read_record(recorded, f"{folder}: no configuration of a run to resume")
     started_with = flat(changed(TrainOptions(), read))
-    moved = _moved(started_with, read_cwd(folder), folder)
+    moved = _moved(started_with, read_fact(folder, "cwd"), folder)
     for name, value in given.items():
         was = started_with[name]
         is_same = value == was or (name in _SOURCES and _is_one_source(value, moved[name]))
@@ -149,7 +149,7 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: moved[name] for name in recorded}
 
 
-def _moved(values: dict[str, Any], cwd: Path | None, folder: Path) -> dict[str, Any]:
+def _moved(values: dict[str, Any], cwd: str | None, folder: Path) -> dict[str, Any]:
     """The options of a run that was started in the folder `cwd`, and lies in `folder` now."""
     moved = dict(values)
     for name in _SOURCES:
@@ -161,7 +161,7 @@ def _moved(values: dict[str, Any], cwd: Path | None, folder: Path) -> dict[str, 
     return moved
 
 
-def _path_from(cwd: Path, path: str) -> str:
+def _path_from(cwd: str, path: str) -> str:
     """A path relative to the folder `cwd`; a name of the hub stays."""
     there = os.path.join(cwd, path)
     return there if path not in BUNDLED_MODELS and os.path.exists(there) else path
