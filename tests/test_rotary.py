@@ -5,6 +5,7 @@ import torch
 from tiny import error, random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
+from unsloth_pack.layers.rotary import _GRAIN
 
 
 def rope(kind, **parameters):
@@ -49,3 +50,11 @@ def test_a_short_document_beside_a_long_one_turns_as_it_would_alone(arch, overri
         got = run_packed(model, documents).logits
         assert error(got, truth) <= 1.5 * error(plain, truth)
     assert error(run_packed(model, documents[:1]).logits, truth[:20]) <= 1.5 * error(plain[:20], truth[:20])
+
+
+def test_a_table_reaches_as_far_as_the_longest_document():
+    document = random_documents([_GRAIN + 1])
+    model = tiny_model("llama", torch.float64, device="cpu", max_position_embeddings=2 * _GRAIN)
+    truth = run_alone(model, document).logits
+    patch_model(model)
+    assert error(run_packed(model, document).logits, truth) < 1e-6  # angles are float32
