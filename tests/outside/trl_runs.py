@@ -1,12 +1,12 @@
 """Short runs of TRL's trainers, each over an untouched model or a patched one."""
 
+from importlib import import_module
+
 import torch
-import trl
 from datasets import Dataset
 from outside_models import DEVICE, fill_adapters
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl.experimental import orpo
 
 SIZES = [(3, 20), (12, 1), (1, 9), (9, 4), (2, 30), (5, 12), (20, 3), (1, 16)]
 PAIRS = [("ab" * n, "cd" * m, "ef" * (m // 2 + 1)) for n, m in SIZES]
@@ -14,7 +14,36 @@ PREFERENCES = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
 COMPLETIONS = [{"prompt": p, "completion": c} for p, c, _ in PAIRS]
 LABELLED = [{**row, "label": place % 2 == 0} for place, row in enumerate(COMPLETIONS)]
 PROMPTS = [{"prompt": p} for p, _, _ in PAIRS]
-ROWS = {"SFT": COMPLETIONS, "KTO": LABELLED, "Distillation": COMPLETIONS, "GRPO": PROMPTS, "RLOO": PROMPTS}
+CHATS = [
+    {"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": c}]} for p, c, _ in PAIRS
+]
+TRIPLES = [{**row, "reference": "gh" * (place % 3 + 1)} for place, row in enumerate(PREFERENCES)]
+DEMONSTRATED = [{"prompt": p, "privileged_context": c} for p, c, _ in PAIRS]
+CUT, SHORT = {"max_length": 64}, {"max_completion_length": 8, "num_generations": 2}
+TRAINERS = {  # where TRL has it, the name of its classes, rows, options
+    "SFT": ("trl", "SFT", COMPLETIONS, CUT),
+    "DPO": ("trl", "DPO", PREFERENCES, CUT),
+    "DPO and SFT": ("trl", "DPO", PREFERENCES, CUT | {"loss_type": ["sigmoid", "sft"]}),
+    "DPO precomputed": ("trl", "DPO", PREFERENCES, CUT | {"precompute_ref_log_probs": True}),
+    "KTO": ("trl", "KTO", LABELLED, CUT),
+    "ORPO": ("trl.experimental.orpo", "ORPO", PREFERENCES, CUT),
+    "CPO": ("trl.experimental.cpo", "CPO", PREFERENCES, CUT),
+    "SimPO": ("trl.experimental.cpo", "CPO", PREFERENCES, CUT | {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "TPO": ("trl.experimental.tpo", "TPO", TRIPLES, CUT),
+    "Reward": ("trl", "Reward", PREFERENCES, CUT),
+    "GKD": ("trl.experimental.gkd", "GKD", CHATS, CUT | {"lmbda": 0.0}),
+    "GKD on-policy": ("trl.experimental.gkd", "GKD", CHATS, CUT | {"lmbda": 1.0, "max_new_tokens": 6}),
+    "GOLD": ("trl.experimental.gold", "GOLD", CHATS, CUT | {"lmbda": 0.0, "max_completion_length": 8}),
+    "Distillation": ("trl", "Distillation", COMPLETIONS, {"max_completion_length": 6}),
+    "SDFT": ("trl.experimental.sdft", "SDFT", DEMONSTRATED, SHORT),
+    "OnlineDPO": ("trl.experimental.online_dpo", "OnlineDPO", PROMPTS, CUT | {"max_new_tokens": 6}),
+    "GRPO": ("trl", "GRPO", PROMPTS, SHORT),
+    "GSPO": ("trl", "GRPO", PROMPTS, SHORT | {"importance_sampling_level": "sequence"}),
+    "DAPO": ("trl", "GRPO", PROMPTS, SHORT | {"loss_type": "dapo", "top_entropy_quantile": 0.5}),
+    "GMPO": ("trl.experimental.gmpo", "GMPO", PROMPTS, SHORT),
+    "RLOO": ("trl", "RLOO", PROMPTS, SHORT),
+}
+WITH_TEACHER, WITH_REWARD = ("GKD", "GOLD", "Distillation"), ("GRPO", "GMPO", "RLOO", "OnlineDPO")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -32,23 +61,29 @@ def variety(completions, **_):
     return [float(len(set(completion))) for completion in completions]
 
 
-def trainer_of(kind, model, tokenizer, output, options, **more):
-    home = orpo if kind == "ORPO" else trl
-    if kind in ("GRPO", "RLOO"):
-        options = {"max_completion_length": 8, "num_generations": 2, **options}
+def trainer_of(name, model, tokenizer, output, options, **more):
+    home, kind, rows, own = TRAINERS[name]
+    home = import_module(home)
+    if kind in WITH_REWARD:
         more["reward_funcs"] = variety
-    elif kind != "Distillation":
-        options = {"max_length": 64, **options}
     config = getattr(home, f"{kind}Config")(
         output_dir=str(output), max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         learning_rate=1e-2, optim="sgd", max_grad_norm=0.0, report_to="none", save_strategy="no", bf16=False,
         gradient_checkpointing=False, use_cpu=DEVICE == "cpu", disable_tqdm=True, logging_steps=1, seed=3,
-        **options,
+        **own | options,
     )  # fmt: skip
-    rows = Dataset.from_list(ROWS.get(kind, PREFERENCES))
     return getattr(home, f"{kind}Trainer")(
-        model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more
+        model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more
     )
+
+
+def perturbed(folder, dtype):
+    """Return the model in a folder with other weights, as a teacher."""
+    torch.manual_seed(5)
+    teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE, dtype)
+    for weight in teacher.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    return teacher
 
 
 def logged(trainer):
