@@ -56,6 +56,10 @@ kernels.linear_cross_entropy(hidden, weight, labels, softcap=2.0).backward()
 kernels.token_scores(hidden.detach(), weight, labels)
 fields = ["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]
 kernels.token_scores(hidden, weight, labels, softcap=2.0, fields=fields).entropy.sum().backward()
+teacher = kernels.TeacherHead(hidden, weight, softcap=3.0)
+for divergence in ("forward_kl", "reverse_kl", "jsd"):
+    options = dict(divergence=divergence, temperature=2.0, ce_weight=1.0)
+    kernels.linear_distillation(hidden, weight, labels, teacher, **options).loss.backward()
 
 base, part = randn(64, 512).bfloat16(), kernels.Scaled(randn(64, 512).bfloat16(), 0.5)
 inner = kernels.InnerSum(base, part, base[:4], torch.zeros(64).short())

@@ -7,6 +7,7 @@ fit together raise ValueError in all that have autograd.
 """
 
 from unsloth_pack.kernels.arguments import (
+    Distillation,
     ExtraLogits,
     Gate,
     InnerSum,
@@ -15,9 +16,12 @@ from unsloth_pack.kernels.arguments import (
     NestedScales,
     QKNorm,
     Scaled,
+    TeacherHead,
     TokenScores,
+    TopLogProbs,
 )
 from unsloth_pack.kernels.attention import varlen_attention
+from unsloth_pack.kernels.distillation import linear_distillation
 from unsloth_pack.kernels.elementwise import dropout, gated, relu2, xielu
 from unsloth_pack.kernels.gated_lora import gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.head import LabelledRows, linear_cross_entropy
@@ -42,13 +46,17 @@ from unsloth_pack.kernels.rope import rope_qk
 from unsloth_pack.kernels.token_scores import token_scores
 
 __all__ = [  # autograd nodes of this package call the others
+    "Distillation",
     "ExtraLogits",
     "LabelledRows",
     "QKNorm",
+    "TeacherHead",
     "TokenScores",
+    "TopLogProbs",
     "add_rms_norm",
     "gated",
     "linear_cross_entropy",
+    "linear_distillation",
     "relu2",
     "rms_norm",
     "rope_qk",

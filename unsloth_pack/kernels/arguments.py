@@ -116,3 +116,34 @@ class ExtraLogits(NamedTuple):
     # `[R]` int64, all different: h replaces the logits of these outputs. Weight and bias do not count
     # there and get no gradient from there
     outputs: Tensor | None = None
+
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+class TeacherHead(NamedTuple):
+    """A teacher's hidden states and head; none of them gets a gradient."""
+
+    hidden: Tensor  # `[..., C']`, a row for each of the student's
+    weight: Tensor  # `[V, C']`
+    bias: Tensor | None = None  # `[V]`
+    softcap: float | None = None
+    scale: float = 1.0
+    extra: ExtraLogits | None = None
+
+
+class TopLogProbs(NamedTuple):
+    """A teacher's K most likely tokens. The rest of its probability lies on no token in particular."""
+
+    ids: Tensor  # `[..., K]` integers, all different in a row
+    log_probs: Tensor  # `[..., K]`, any float dtype, in nats, not renormalised
+
+
+class Distillation(NamedTuple):
+    """The loss, and scores in the shape of the labels: 0 (False) without a label, no gradient."""
+
+    loss: Tensor  # `[]`, differentiable
+    cross_entropy: Tensor  # of the label, in nats, at temperature 1
+    divergence: Tensor  # in nats
+    teacher_entropy: Tensor  # in nats, at the temperature; of `TopLogProbs` with the student's tail
+    is_top1: Tensor  # True if no logit of the student is greater than the label's

@@ -132,18 +132,26 @@ class HeadPass:
         inputs: hidden, weight, bias, h, b and outputs.
         rows, labels_N: the rows with a label, and their labels.
         needed: whether hidden, weight, bias, h and b get gradients.
+        is_wide: whether logits are float32 (float64 for float64); else they are of hidden's dtype.
 
     Attributes:
         gradients: of those five, wide, of hidden and h in the labelled rows alone; None if not needed.
     """
 
     def __init__(
-        self, inputs: Inputs, rows: Tensor, labels_N: Tensor, needed: Sequence[bool], options: Options
+        self,
+        inputs: Inputs,
+        rows: Tensor,
+        labels_N: Tensor,
+        needed: Sequence[bool],
+        options: Options,
+        is_wide: bool = False,
     ):
         hidden, self._weight, self._bias, h, self._b, self._outputs = inputs
         self._rows, self._labels_N, self._options = rows, labels_N, options
         self._hidden_TC = hidden.reshape(-1, hidden.shape[-1])
         wide, (V, C), N = wide_dtype(hidden), self._weight.shape, len(rows)
+        self._logits_dtype = wide if is_wide else hidden.dtype
         shapes = [(N, C), (V, C), (V,)]
         if h is not None:
             self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, rows)
@@ -155,48 +163,60 @@ class HeadPass:
                 self.gradients[i] = allocate(shape, dtype=wide)
 
     def run(
-        self, turn: Callable[[Tensor, Tensor, slice], None], scores_N: Tensor | None = None, sign: float = 1.0
+        self,
+        turn: Callable[[Tensor, Tensor, slice], Tensor | None],
+        scores_N: Tensor | None = None,
+        sign: float = 1.0,
     ) -> None:
-        """Compute each chunk's logits and let `turn` replace them by their gradient.
+        """Compute each chunk's logits and let `turn` compute their gradient.
 
         Args:
-            turn: called with logits `[L, V]`, labels `[L]` and the chunk.
+            turn: called with logits `[L, V]`, labels `[L]` and the chunk. Returns their gradient in hidden's
+                dtype, or None if it has overwritten the logits.
             scores_N: written by `turn`, if their sum is what gets the gradient: sign * log-probabilities.
         """
         V, N, g_h = len(self._weight), len(self._rows), self.gradients[3]
-        fit = _CHUNK_BYTES // (V * self._hidden_TC.element_size())
-        most = max(_MIN_ROWS if self._hidden_TC.is_cuda else _STEP, fit - fit % _STEP)
+        most = self._max_chunk_rows()
+        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
+        buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V), dtype=self._logits_dtype)
         # As few chunks as possible, with no small one at the end
         size = max(1, -(-N // (_STEP * max(1, -(-N // most))))) * _STEP
-        # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
-        buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V))
         with torch.autocast(buffer_LV.device.type, enabled=False):
             for start in range(0, N, size):
                 chunk = slice(start, min(start + size, N))
-                x_LC, labels_L = self._hidden_TC.index_select(0, self._rows[chunk]), self._labels_N[chunk]
-                logits_LV = self._compute_logits(x_LC, buffer_LV, chunk)
+                logits_LV, x_LC = self.compute_logits(buffer_LV, chunk)
+                labels_L = self._labels_N[chunk]
                 label_logits_L1 = None
                 if self._outputs is not None and g_h is not None and scores_N is not None:
                     label_logits_L1 = logits_LV.gather(1, labels_L.long().clamp(0, V - 1)[:, None])
-                turn(logits_LV, labels_L, chunk)
+                g_LV = turn(logits_LV, labels_L, chunk)
                 if any(g is not None for g in self.gradients):
-                    self._add_gradients(logits_LV, x_LC, chunk)
+                    self._add_gradients(logits_LV if g_LV is None else g_LV, x_LC, chunk)
                 if label_logits_L1 is not None and g_h is not None and scores_N is not None:
                     log_probs_L1 = sign * scores_N[chunk, None]
                     g_h[chunk] = sign * self._gradient_of_outputs(label_logits_L1, log_probs_L1, chunk)
 
-    def _compute_logits(self, x_LC: Tensor, buffer_LV: Tensor, chunk: slice) -> Tensor:
-        """Compute logits `[L, V]` into the first rows of the buffer."""
+    def _max_chunk_rows(self) -> int:
+        size = self._logits_dtype.itemsize
+        fit = _CHUNK_BYTES // (len(self._weight) * size)
+        least = min(_MIN_ROWS, _MIN_ROWS * self._hidden_TC.element_size() // size)
+        return max(least if self._hidden_TC.is_cuda else _STEP, fit - fit % _STEP)
+
+    def compute_logits(self, buffer_LV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """Compute logits `[L, V]` into the buffer; return them and the rows `[L, C]` of hidden."""
+        x_LC = self._hidden_TC.index_select(0, self._rows[chunk])
         logits_LV = buffer_LV[: len(x_LC)]
-        if self._bias is None:
-            torch.mm(x_LC, self._weight.t(), out=logits_LV)
+        if self._bias is None or logits_LV.dtype != x_LC.dtype:
+            multiply(x_LC, self._weight.t(), logits_LV)
+            if self._bias is not None:
+                logits_LV += self._bias
         else:
             torch.addmm(self._bias, x_LC, self._weight.t(), out=logits_LV)
         if self._b is not None:
-            return logits_LV.addmm_(self._h_NR[chunk], self._b.t())
+            add_product(self._h_NR[chunk], self._b.t(), logits_LV)
         if self._outputs is not None:
-            return logits_LV.index_copy_(1, self._outputs, self._h_NR[chunk])
-        return logits_LV
+            logits_LV.index_copy_(1, self._outputs, self._h_NR[chunk].to(logits_LV.dtype))
+        return logits_LV, x_LC
 
     def _add_gradients(self, g_LV: Tensor, x_LC: Tensor, chunk: slice) -> None:
         g_hidden, g_weight, g_bias, g_h, g_b = self.gradients

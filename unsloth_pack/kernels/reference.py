@@ -7,6 +7,7 @@ rotated dims.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unsloth_pack.kernels.arguments import (
+    Distillation,
+    Divergence,
     ExtraLogits,
     Field,
     Gate,
@@ -22,7 +25,9 @@ from unsloth_pack.kernels.arguments import (
     NestedScales,
     QKNorm,
     Scaled,
+    TeacherHead,
     TokenScores,
+    TopLogProbs,
 )
 from unsloth_pack.kernels.launch import wide_dtype
 
@@ -297,6 +302,62 @@ def token_scores(
     fields: Collection[Field] = (),
 ) -> TokenScores:
     return score(scale_and_cap(_logits(hidden, weight, bias, extra), scale, softcap), labels, fields)
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: TeacherHead | TopLogProbs,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    extra: ExtraLogits | None = None,
+    divergence: Divergence = "forward_kl",
+    kl_weight: float = 1.0,
+    ce_weight: float = 0.0,
+    temperature: float = 1.0,
+    num_items: Tensor | float | None = None,
+) -> Distillation:
+    z = scale_and_cap(_logits(hidden, weight, bias, extra), scale, softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    if isinstance(teacher, TopLogProbs):
+        log_q = complete_teacher(z.detach() / temperature, teacher)
+    else:
+        u = _logits(teacher.hidden, teacher.weight, teacher.bias, teacher.extra)
+        log_q = (scale_and_cap(u, teacher.scale, teacher.softcap) / temperature).log_softmax(-1)
+    if divergence == "forward_kl":
+        by_token = _kl(log_q, log_p)
+    elif divergence == "reverse_kl":
+        by_token = _kl(log_p, log_q)
+    else:
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        by_token = (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
+    has_no_label = labels == -100
+    by_token, entropy = (x.masked_fill(has_no_label, 0) for x in (by_token, -_mean(log_q, log_q)))
+    scores = score(z, labels, {"is_top1"})
+    total = (kl_weight * by_token - ce_weight * scores.log_prob).sum()
+    loss = total / ((labels != -100).sum() if num_items is None else num_items)
+    assert scores.is_top1 is not None
+    return Distillation(loss, -scores.log_prob, by_token, entropy, scores.is_top1)
+
+
+def complete_teacher(z: Tensor, stored: TopLogProbs) -> Tensor:
+    """Return log-probabilities `[.., V]`: the stored ones, and the rest as spread by logits z `[.., V]`."""
+    ids, log_q = stored.ids.long(), stored.log_probs.to(z.dtype)
+    rest = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+    others = z.scatter(-1, ids, -math.inf)
+    return (others - others.logsumexp(-1, keepdim=True) + rest.log()).scatter_(-1, ids, log_q)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    return _mean(log_a, log_a - log_b)
+
+
+def _mean(log_weights: Tensor, values: Tensor) -> Tensor:
+    weights = log_weights.exp()
+    return torch.where(weights > 0, weights * values, 0).sum(-1)
 
 
 def dequantize_4bit(
