@@ -111,7 +111,7 @@ REFUSED = [
     ("target_modules", "(", "is '('; give a regular expression (missing ), unterminated subpattern"),
     ("modules_to_save", ",", "modules_to_save, item 1 is ''; it should have at least 1 character"),
     ("learning_rates", '{"norm": 0}', "learning_rates, norm is 0; it should be greater than 0"),
-    ("dataset", "a.jsonl,,b.jsonl", "dataset, item 2, path is ''; it should match"),
+    ("dataset", "a.jsonl,,b.jsonl", "dataset, item 2, path is ''; it should not be blank"),
     ("dataset", '[{"path": "a.jsonl"', "; give correct JSON (Expecting"),
     (
         "dataset",
