@@ -86,8 +86,8 @@ def linear_distillation(
             stored probabilities the temperature at which they were stored.
 
     Returns:
-        The loss, and its parts by token. At most 2²⁸ bytes of logits of each model exist at a time, or 1,024
-        rows if that is more.
+        The loss, and its parts by token. At most 2²⁸ bytes of logits of each model exist at a time, or 512
+        rows (1,024 of float32) if that is more. A stored teacher takes several times as much.
 
     Raises:
         ValueError: as for `linear_cross_entropy`; the teacher has other rows or outputs; or an option is
