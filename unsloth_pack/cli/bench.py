@@ -172,7 +172,7 @@ def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") 
             try:
                 with progress.status(f"{run.name}, round {number} of {rounds}"):
                     figures = measure.measure_apart(case)
-            except Exception as error:
+            except Exception as error:  # a peer fails as it likes; the others are measured all the same
                 why_not = f"{type(error).__name__}: {first_line(error)}"
                 runs[i] = replace(run, figures=None, why_not=why_not)
                 continue
@@ -200,7 +200,7 @@ def _breakdown(case: "Case", figures: "Figures | None", progress: "Console") -> 
     try:
         with progress.status("breakdown of a step"):
             profiled = measure.measure_apart(replace(case, steps=_PROFILED, is_profiled=True))
-    except Exception as error:
+    except Exception as error:  # the figures are there already
         progress.print(f"no breakdown: {type(error).__name__}: {first_line(error)}", markup=False)
         return None
     assert profiled.kernel_ms is not None

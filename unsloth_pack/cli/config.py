@@ -32,14 +32,14 @@ def run(arguments: Sequence[str]) -> int:
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    asked = load([*(f"--config={name}" for name in file), *flags], _parser())
-    if action == "check" and "config" not in asked.given:
+    loaded = load([*(f"--config={name}" for name in file), *flags], _parser())
+    if action == "check" and "config" not in loaded.given:
         raise InputError("config check is given no file; name one")
-    with telling_places(asked):
-        options = resolve(asked)
+    with telling_places(loaded):
+        options = resolve(loaded)
         if action == "check":
             validate_file(options)
-            print(printable(f"{asked.output.config}: no mistakes"))
+            print(printable(f"{loaded.output.config}: no mistakes"))
             return 0
         raise_together(contradictions(options))
         lines = [*map(printable, lines_with_origins(options))]

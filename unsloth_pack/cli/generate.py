@@ -138,9 +138,9 @@ def _answer(
         inputs = each.to(model.device)
         n_tokens = inputs["input_ids"].shape[1]
         if n_tokens + new_tokens > n_positions:
-            asked = f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}"
+            problem = f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}"
             remedy = "shorten it, or lower --max_new_tokens"
-            raise InputError(f"{asked}, but the model has {n_positions} positions; {remedy}")
+            raise InputError(f"{problem}, but the model has {n_positions} positions; {remedy}")
         model.generate(
             **inputs,
             **sampling,

@@ -49,9 +49,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
-    asked = load(arguments, train_parser(epilog=epilog))
-    with telling_places(asked):
-        options = resolve(asked)
+    loaded = load(arguments, train_parser(epilog=epilog))
+    with telling_places(loaded):
+        options = resolve(loaded)
         validate(options)
         check_launcher()
         quieten(show_bars=is_main_process())

@@ -119,8 +119,8 @@ class _File(Source):
             elif name not in SECTIONS or section or self._value(inner, name) is not None:
                 whole = f"{section}.{name}" if section else name
                 meant = suggest(whole, [*_NAMES, BASE, *(SECTIONS if isinstance(inner, MappingNode) else ())])
-                what = "a section, not a value" if name in SECTIONS else "unknown"
-                self.note(line, f"{whole} is {what}; {meant or 'see `unsloth-pack --help`'}")
+                state = "a section, not a value" if name in SECTIONS else "unknown"
+                self.note(line, f"{whole} is {state}; {meant or 'see `unsloth-pack --help`'}")
         return bases
 
     def _read_option(self, name: str, line: int, node: Node, section: str) -> None:

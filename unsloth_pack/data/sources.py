@@ -171,14 +171,14 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     from datasets.data_files import FILES_TO_IGNORE
 
     try:
-        found = datasets.load_dataset_builder(str(folder)).config.data_files
+        data_files = datasets.load_dataset_builder(str(folder)).config.data_files
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder}: no data files are found ({reason}); name the files instead") from None
     root = folder.resolve()
     splits = {
         str(name): sorted(folder / os.path.relpath(file, root) for file in files)
-        for name, files in found.items()
+        for name, files in data_files.items()
     }
     readme = folder / "README.md"
     if not readme.is_file() or not re.search(r"(?m)^configs:", readme.read_text(errors="replace")):

@@ -373,15 +373,15 @@ class DocumentStream:
         make = DocumentMaker(
             rows, self._tokenizer, self._max_length, self._responses_only, self._chat_template, numbers
         )
-        found = make.conversion.data_format
+        data_format = make.conversion.data_format
         if is_first:
             columns = [name for name in rows.column_names if name in KNOWN_COLUMNS]
-            self._formats[part] = (found, columns)
+            self._formats[part] = (data_format, columns)
             template = str(self._tokenizer.chat_template or "")
             self.unused_columns[part] = make.conversion.unused_columns(template)
-        if found != self._formats[part][0]:
+        if data_format != self._formats[part][0]:
             raise InputError(
-                f"rows {numbers[0]} to {numbers[-1]} have the format {found}, and the first rows "
+                f"rows {numbers[0]} to {numbers[-1]} have the format {data_format}, and the first rows "
                 f"{self._formats[part][0]}; keep one format a stream"
             )
         return make

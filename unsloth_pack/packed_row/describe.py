@@ -83,8 +83,8 @@ def row_from_call(
     shape = (tokens.shape[0], tokens.shape[1])
     known = kwargs.get("packed_row")
     if known is not None and known.shape != shape:
-        what = f"packed_row describes {list(known.shape)} tokens, the input ids are {list(shape)}"
-        raise InputError(f"{what}; give their own")
+        problem = f"packed_row describes {list(known.shape)} tokens, the input ids are {list(shape)}"
+        raise InputError(f"{problem}; give their own")
     if isinstance(known, PackedRow):
         return known.on(tokens.device)
     positions, axes = _split_axes(inputs["position_ids"], shape)
@@ -250,8 +250,8 @@ def _read_documents(name: str, values: Any, shape: tuple[int, int], has_mask: bo
         raise InputError(f"{name} describes {len(rows)} rows of {shape[0]}; give one list a row")
     for number, row in enumerate(rows):
         if row.ndim != 1 or (row < 0).any() or sum(row.tolist()) > shape[1]:
-            what = f"{name} of row {number} are {row.reshape(-1)[:8].tolist()}, of {shape[1]} tokens"
-            raise InputError(f"{what}; {remedy}")
+            problem = f"{name} of row {number} are {row.reshape(-1)[:8].tolist()}, of {shape[1]} tokens"
+            raise InputError(f"{problem}; {remedy}")
     if not any(map(np.any, rows)):
         raise InputError(f"{name} {rows[0][:8].tolist()} hold no token; {remedy}")
     return [row[row > 0].tolist() for row in rows]

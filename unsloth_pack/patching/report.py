@@ -126,8 +126,8 @@ def report_changes(report: PatchReport, model: PreTrainedModel, unpadding: Unpad
         report.record("TRL's loss", fused, why and f"in TRL's chunks of logits: {why}")
     why = unpadding.why_never
     fused = None if why else "taken out of batches in training, and where no cache is made"
-    kept = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
-    report.record("padding", fused, why or kept)
+    padded = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
+    report.record("padding", fused, why or padded)
 
 
 def _report_layers(report: PatchReport, kind: str, reasons: Counter[str | None], how: str) -> None:
