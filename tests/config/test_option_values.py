@@ -1,6 +1,9 @@
 """Options: their types, defaults, flags and help, and what they say of a value that they do not take."""
 
+from importlib.resources import files
+
 import pytest
+import yaml
 from pydantic import ValidationError
 from tables import table
 
@@ -44,6 +47,8 @@ def test_options_cannot_be_changed_and_what_is_not_given_is_not_there():
 def test_every_option_has_a_name_of_its_own_a_type_a_default_and_help():
     assert len(OPTIONS) == sum(len(kind.model_fields) for kind in SECTIONS.values())
     assert all(kind.__doc__ for kind in SECTIONS.values())
+    texts = yaml.safe_load(files("unsloth_pack").joinpath("config/options.yaml").read_text())
+    assert {s: [*of] for s, of in texts.items()} == {s: [*k.model_fields] for s, k in SECTIONS.items()}
     for name, option in OPTIONS.items():
         assert option.help, name
         assert option.shown_default, name
