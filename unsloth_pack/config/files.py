@@ -9,12 +9,11 @@ Mappings are merged, all else replaces what the base file says, and null restore
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, Node, ScalarNode
 
 from unsloth_pack.config.names import other_trainers, suggest
 from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place
@@ -22,17 +21,6 @@ from unsloth_pack.config.values import mapping
 
 BASE = "base_config"
 _NAMES = {name: name for name in OPTIONS if name != "config"} | ALIASES
-_TAG = "tag:yaml.org,2002:"
-_PLAIN = {f"{_TAG}{kind}" for kind in ("str", "null", "map", "seq")}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads all scalars but null as text, of which the types of the options make numbers: `no` is a word."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-_Loader.add_implicit_resolver(f"{_TAG}null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver(f"{_TAG}merge", re.compile("<<$"), ["<"])
 
 
 class Source:
@@ -52,7 +40,7 @@ class Source:
     def update(self, upper: "Source") -> None:
         """Take the values of another source, which win."""
         for name, value in upper.values.items():
-            lower = self.values.get(name)
+            value, lower = mapping(value) if dict in OPTIONS[name].types else value, self.values.get(name)
             if isinstance(value, dict) and isinstance(lower, dict):
                 # The upper parts come first: of patterns the first match counts
                 self.values[name] = value | {part: lower[part] for part in lower if part not in value}
@@ -68,8 +56,8 @@ def read_file(path: Path, above: tuple[str, ...] = ()) -> Source:
     """Read a file over its base files; `above` are the real paths of files that build on this one."""
     if path.exists() and not path.is_file():  # reading it may never end
         raise OSError(None, "no ordinary file")
-    whole, file, real = Source(), _File(str(path)), (*above, os.path.realpath(path))
-    for base, line in file.read(path.read_bytes()):
+    whole, file, real = Source(), _File(path), (*above, os.path.realpath(path))
+    for base, line in file.bases:
         try:
             below = path.parent / os.path.expanduser(base)
             if os.path.realpath(below) in real:
@@ -82,46 +70,45 @@ def read_file(path: Path, above: tuple[str, ...] = ()) -> Source:
 
 
 class _File(Source):
-    def __init__(self, name: str):
+    """One file, and the paths and lines of the files that it builds on."""
+
+    def __init__(self, path: Path):
         super().__init__()
-        self._name = name
-
-    def note(self, line: int, mistake: str) -> None:
-        self.mistakes.append(((self._name, line), mistake))
-
-    def read(self, data: bytes) -> list[tuple[str, int]]:
-        """Read the values of the file; returns its base files and their lines."""
+        self.bases: list[tuple[str, int]] = []
+        self._name = str(path)
         try:
-            self._loader = _Loader(data.decode("utf-8-sig"))
+            self._loader = yaml.SafeLoader(path.read_bytes().decode("utf-8-sig"))
             node = self._loader.get_single_node()
             if isinstance(node, MappingNode):
-                return self._read_options(node)
-            self.note(1, "holds no `name: value` lines; write one an option")
+                self._read_options(node)
+            else:
+                self.note(1, "holds no `name: value` lines; write one an option")
         except UnicodeDecodeError:
             self.note(1, "not yaml in UTF-8; save the file as UTF-8")
         except yaml.YAMLError as error:  # whose text may hold a secret
             mark = getattr(error, "problem_mark", None)
             self.note(mark.line + 1 if mark else 1, "not yaml; correct it")
-        return []
 
-    def _read_options(self, node: MappingNode, section: str = "") -> list[tuple[str, int]]:
-        bases: list[tuple[str, int]] = []
+    def note(self, line: int, mistake: str) -> None:
+        self.mistakes.append(((self._name, line), mistake))
+
+    def _read_options(self, node: Node, section: str = "") -> None:
         groups = () if section else (*SECTIONS, *other_trainers().sections)
-        for name, line, inner in self._pairs(node):
+        for name, line, inner in self._parts(node):
+            is_mapping = isinstance(inner, MappingNode)
             if name in _NAMES:
                 self._read_option(name, line, inner, section)
-            elif name in groups and isinstance(inner, MappingNode):
+            elif name in groups and is_mapping:
                 self._read_options(inner, name)
             elif name == BASE and not section:
                 value = self._value(inner, BASE)
                 paths = value if isinstance(value, list) else [value]
-                bases = [(str(base), line) for base in paths if base]
+                self.bases = [(str(base), line) for base in paths if base]
             elif name not in SECTIONS or section or self._value(inner, name) is not None:
                 whole = f"{section}.{name}" if section else name
-                meant = suggest(whole, [*_NAMES, BASE, *(SECTIONS if isinstance(inner, MappingNode) else ())])
+                meant = suggest(whole, [*_NAMES, BASE, *(SECTIONS if is_mapping else ())])
                 state = "a section, not a value" if name in SECTIONS else "unknown"
                 self.note(line, f"{whole} is {state}; {meant or 'see `unsloth-pack --help`'}")
-        return bases
 
     def _read_option(self, name: str, line: int, node: Node, section: str) -> None:
         own = _NAMES[name]
@@ -130,29 +117,25 @@ class _File(Source):
             self.note(line, f"{name} belongs in {option.section}, not in {section}; move it there")
         if own in self.values:
             self.note(line, f"{name} is there twice; keep one of them")
-        is_one_set = list in option.types and isinstance(node, MappingNode)
-        value = [self._value(node, f"{own}.0")] if is_one_set else self._value(node, own)
         self.places[own] = self._name, line
-        self.values[own] = mapping(value) if dict in option.types else value
-
-    def _pairs(self, node: MappingNode) -> list[tuple[str, int, Node]]:
-        """The names of a mapping, their lines and values; of equal names the last counts, as in PyYAML."""
-        self._loader.flatten_mapping(node)
-        pairs = {str(key.value): (key.start_mark.line + 1, value) for key, value in node.value}
-        return [(name, *pair) for name, pair in pairs.items()]
+        is_one_set = list in option.types and isinstance(node, MappingNode)
+        self.values[own] = [self._value(node, f"{own}.0")] if is_one_set else self._value(node, own)
 
     def _value(self, node: Node, at: str) -> Any:
-        """Read the value of a node, and the places of its parts."""
-        line = node.start_mark.line + 1
-        if node.tag not in _PLAIN:
-            self.note(line, "a tag stands here; leave it out")
-        if isinstance(node, MappingNode):
-            pairs = self._pairs(node)
-            self.places |= {f"{at}.{name}": (self._name, line) for name, line, _ in pairs}
-            return {name: self._value(each, f"{at}.{name}") for name, _, each in pairs}
-        if isinstance(node, SequenceNode):
-            items = [*enumerate(node.value)]
-            self.places |= {f"{at}.{n}": (self._name, each.start_mark.line + 1) for n, each in items}
-            return [self._value(each, f"{at}.{n}") for n, each in items]
-        assert isinstance(node, ScalarNode)
-        return None if node.tag == f"{_TAG}null" else node.value
+        """Read a node, and the places of its parts. The types of the options make numbers of its text."""
+        if node.tag not in yaml.SafeLoader.yaml_constructors:
+            self.note(node.start_mark.line + 1, "a tag stands here; leave it out")
+        if isinstance(node, ScalarNode):
+            return None if node.tag == "tag:yaml.org,2002:null" else node.value
+        parts = self._parts(node)
+        self.places |= {f"{at}.{name}": (self._name, line) for name, line, _ in parts}
+        values = {name: self._value(each, f"{at}.{name}") for name, _, each in parts}
+        return values if isinstance(node, MappingNode) else [*values.values()]
+
+    def _parts(self, node: Node) -> list[tuple[str, int, Node]]:
+        """Names of a mapping or numbers of a list, with their lines and values; of equal names the last."""
+        if not isinstance(node, MappingNode):
+            return [(str(n), each.start_mark.line + 1, each) for n, each in enumerate(node.value)]
+        self._loader.flatten_mapping(node)
+        parts = {str(key.value): (key.start_mark.line + 1, each) for key, each in node.value}
+        return [(name, *part) for name, part in parts.items()]

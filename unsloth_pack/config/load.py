@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.config.files import Source, read_file
-from unsloth_pack.config.options import ALIASES, OPTIONS, SECTIONS, Place, TrainOptions, names_in, validated
+from unsloth_pack.config.options import ALIASES, OPTIONS, Place, TrainOptions, validated
 from unsloth_pack.config.parser import Parser, train_parser
-from unsloth_pack.config.values import mapping
 from unsloth_pack.errors import InputError, Mistakes
 
 _MAPPINGS = "|".join(name for name, option in OPTIONS.items() if dict in option.types)
+_WORD = re.compile(r"(?:(?<=--)|(?<![\w./-]))\w+(?![\w/-]|\.\w)")  # of a text, not of a path in it
 _PART = re.compile(rf"--(?:\w+\.)?({_MAPPINGS})\.([^=]+)(?:=(.*))?", re.DOTALL)
-_IN_SECTION = re.compile(rf"--({'|'.join(SECTIONS)})\.(\w+)")
 
 
 def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions:
@@ -23,7 +22,7 @@ def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions
     A value comes from the command line, else from the config file, else from its base files. Mistakes in
     names and values are raised together.
     """
-    flags, parts = _undotted(arguments)
+    flags, parts = _without_parts(arguments)
     own = (parser or train_parser()).read(flags)
     whole, path = Source(), own.get("config")
     if path is not None:
@@ -31,8 +30,8 @@ def load(arguments: Sequence[str], parser: Parser | None = None) -> TrainOptions
             whole = read_file(Path(path).expanduser())
         except OSError as error:
             raise InputError(f"config is {path!r}: {error.strerror}; check the path") from None
-    for values in (own, parts):
-        whole.update(Source({n: mapping(v) if dict in OPTIONS[n].types else v for n, v in values.items()}))
+    whole.update(Source(own))
+    whole.update(Source(parts))
     options, errors = validated(whole.values)
     options._places = whole.places
     if errors or whole.mistakes:
@@ -48,29 +47,21 @@ def read_record(values: Mapping[str, object], source: str) -> dict[str, Any]:
     return options.given
 
 
-def _undotted(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The flags without sections in their names, and the parts of mappings, as of `--optim_args.eps 1e-6`."""
+def _without_parts(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take the parts of mappings, as of `--optim_args.eps 1e-6`, from the other flags."""
     flags: list[str] = []
     parts: dict[str, Any] = {}
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if part := _PART.fullmatch(argument):
+    words = iter(arguments)
+    for word in words:
+        if part := _PART.fullmatch(word):
             name, key, value = part.groups()
-            if value is None and not left:
-                raise InputError(f"argument {argument}: expected one argument; give it a value")
-            value = left.pop(0) if value is None else value
+            value = next(words, None) if value is None else value
+            if value is None:
+                raise InputError(f"argument {word}: expected one argument; give it a value")
             parts.setdefault(name, {})[key] = None if value == "null" else value
-        elif (flag := _IN_SECTION.match(argument)) and _is_in(flag[1], flag[2]):
-            flags.append(f"--{argument.partition('.')[2]}")
         else:
-            flags.append(argument)
+            flags.append(word)
     return flags, parts
-
-
-def _is_in(section: str, name: str) -> bool:
-    option = OPTIONS.get(ALIASES.get(name, name))
-    return option is not None and option.section == section
 
 
 @contextmanager
@@ -83,11 +74,16 @@ def telling_places(options: TrainOptions) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        named = [(names_in(str(each).partition("; ")[0]), str(each)) for each in error.errors]
-        placed = [(next(filter(None, map(options.place_of, names)), None), text) for names, text in named]
+        placed = [(_place(options, str(each)), str(each)) for each in error.errors]
         if not any(place for place, _ in placed):
             raise
         raise _mistakes(placed) from error
+
+
+def _place(options: TrainOptions, mistake: str) -> Place | None:
+    """The place of the first option that a mistake names outside of quotes and of its remedy."""
+    words = _WORD.findall(re.sub(r"'[^']*'", "''", mistake.partition("; ")[0]))
+    return next(filter(None, (options.place_of(ALIASES.get(word, word)) for word in words)), None)
 
 
 def _mistakes(placed: Sequence[tuple[Place | None, str]]) -> Mistakes:

@@ -1,6 +1,5 @@
-"""Options of `train`, a section of flags and of config files each. `options.yaml` says what each option is."""
+"""Options of `train`, a section of flags and of config files each. `options.yaml` says what each is."""
 
-import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -8,13 +7,12 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PrivateAttr, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from unsloth_pack.config import values as t
 from unsloth_pack.demo import BUNDLED_MODELS
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 ALIASES = {"packing": "sample_packing"}
 Place = tuple[str, int]  # a file and a line
 
@@ -30,7 +28,7 @@ class ModelOptions(Section):
 
     model_name: t.FilePath = "demo"
     max_seq_length: t.Count = 2048
-    dtype: Dtype | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     load_in_fp8: bool = False
@@ -154,7 +152,7 @@ class OutputOptions(Section):
     save_model: bool = False
     save_method: Literal["merged_16bit", "lora"] = "merged_16bit"
     save_path: t.FilePath | None = None
-    push_to_hub: Annotated[str, StringConstraints(pattern="/")] | None = None
+    push_to_hub: t.Repository | None = None
     config: t.FilePath | None = None
 
     @property
@@ -219,30 +217,19 @@ def _types(annotation: object) -> list[Any]:
     return [kind or annotation]
 
 
-def _option(section: str, name: str, field: FieldInfo, text: Mapping[str, str]) -> Option:
-    types, default = _types(field.annotation), field.default
+def _option(section: str, name: str, field: FieldInfo) -> Option:
+    types, default, text = _types(field.annotation), field.default, _TEXTS[section][name]
     words = ["true", "false"] * (bool in types) + [word for word in types if isinstance(word, str)]
     plain = f"{default:g}" if isinstance(default, float) else str(default)
     shown = text["default"] if default is None else plain.lower() if bool in types else plain
     names = [name, *(alias for alias, its_name in ALIASES.items() if its_name == name)]
-    bare = "true" if bool in types else "full" if name == "fsdp" else None
-    unit = text.get("unit", "|".join(words))
+    unit, bare = text.get("unit", "|".join(words)), text.get("bare", "true" if bool in types else None)
     return Option(section, names, unit, text["help"], default, shown, types, bare)
 
 
 SECTIONS: dict[str, type[Section]] = {n: type(each) for n, each in TrainOptions()}
 _TEXTS = yaml.safe_load(files("unsloth_pack").joinpath("config/options.yaml").read_text(encoding="utf-8"))
-OPTIONS = {
-    name: _option(section, name, field, _TEXTS[section][name])
-    for section, kind in SECTIONS.items()
-    for name, field in kind.model_fields.items()
-}
-
-
-def names_in(text: str) -> list[str]:
-    """The options that a text names outside of quotes, in order."""
-    words = re.findall(r"(?:(?<=--)|(?<![\w./-]))\w+(?![\w/-]|\.\w)", re.sub(r"'[^']*'", "''", text))
-    return [*dict.fromkeys(ALIASES.get(word, word) for word in words if word in OPTIONS or word in ALIASES)]
+OPTIONS = {n: _option(s, n, f) for s, kind in SECTIONS.items() for n, f in kind.model_fields.items()}
 
 
 def flat(options: Section) -> dict[str, Any]:

@@ -19,9 +19,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
-        super().__init__(
-            allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **options
-        )
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -45,30 +43,30 @@ class Parser(argparse.ArgumentParser):
     def add_option(self, name: str, help: str = "", group: Any = None) -> None:
         """Add the flag of an option of `train`, to a group of the help, with help of its own or another."""
         each = OPTIONS[name]
-        takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare else {}
+        takes: dict[str, Any] = {"dest": name, "action": "append", "metavar": each.unit}
+        takes |= {"nargs": "?", "const": each.bare} if each.bare else {}
         help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
-        flags = [f"--{name}" for name in each.names]
-        (group or self).add_argument(*flags, dest=name, metavar=each.unit, help=help, **takes)
+        (group or self).add_argument(*(f"--{name}" for name in each.names), help=help, **takes)
+        in_section = [f"--{each.section}.{name}" for name in each.names]
+        self.add_argument(*in_section, help=argparse.SUPPRESS, **takes)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(message if ";" in message else f"{message}; see `{self.prog} --help`")
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Read the flags that are there, by name: those of options as text, and None for `null`."""
-        try:
-            flags, unknown = self.parse_known_args(arguments)
-        except argparse.ArgumentError as error:
-            self.error(str(error))
+        flags, unknown = self.parse_known_args(arguments)
+        values = {name: value for name, value in vars(flags).items() if name != "debug"}
         mistakes = []
-        for name, option in OPTIONS.items():
-            times = sum(word.partition("=")[0] == f"--{name}" for word in arguments)
-            if times > 1 and (option.takes_several or name == "config"):
+        for name in filter(OPTIONS.get, values):
+            if len(values[name]) > 1 and (OPTIONS[name].takes_several or name == "config"):
                 mistakes.append(InputError(f"--{name} is given twice; give it once, with all of its values"))
+            values[name] = values[name][-1]
         for word in [*unknown[:1], *(word for word in unknown[1:] if word.startswith("--"))]:
             flag = word.partition("=")[0]  # without its value, which may be secret
             mistakes.append(InputError(f"unknown argument {flag!r}; {self.remedy(flag)}"))
         raise_together(mistakes)
-        return {n: None if v == "null" else v for n, v in vars(flags).items() if n != "debug"}
+        return {name: None if value == "null" else value for name, value in values.items()}
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Read the flags that are there, by name, without those that restore a default."""
@@ -80,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
-        known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        known = [name.removeprefix("--") for name in self._option_string_actions if "." not in name]
         if not flag.startswith("-"):
             return "begin a flag with --, and put commas between its values"
         return suggest(flag, known, lambda name: f"--{name}") or f"see `{self.prog} --help`"

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Annotated, Any, Literal, Required
 
 from pydantic import (
@@ -24,6 +23,7 @@ from typing_extensions import TypedDict
 from unsloth_pack.data.columns import IMAGE_COLUMNS, KNOWN_COLUMNS
 from unsloth_pack.errors import LAST_SEED, InputError, Mistakes, written
 
+_MISTAKES = {"missing": "missing; give it", "extra_forbidden": "unknown; leave it out"}
 _PATTERNS = {r"\S": "it should not be blank", "/": "it should be OWNER/NAME"}
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
 
@@ -105,6 +105,7 @@ Numbers = Annotated[list[CountFrom0], Field(min_length=1), BeforeValidator(_list
 Settings = Annotated[dict[str, _Single], BeforeValidator(_without_null), BeforeValidator(mapping)]
 Rates = Annotated[dict[_Pattern, Positive], BeforeValidator(_without_null), BeforeValidator(mapping)]
 Split = Annotated[str, StringConstraints(pattern=r"\S")]
+Repository = Annotated[str, StringConstraints(pattern="/")]
 
 
 def _check_different(columns: dict[str, str | None]) -> dict[str, str | None]:
@@ -162,27 +163,16 @@ def mistakes(error: ValidationError, name: str = "") -> Iterator[tuple[str, str]
         at = [part for part in each["loc"] if part not in ("[text]", "[list]", "[key]")]
         option, *parts = [name, *at] if name else at[1:]
         words = [f"item {part + 1}" if isinstance(part, int) else part for part in parts]
-        match each["type"]:
-            case "missing":
-                said = "missing; give it"
-            case "extra_forbidden":
-                said = "unknown; leave it out"
-            case _:
-                context, plain = each.get("ctx", {}), each["msg"].partition(", unable")[0]
-                remedy = context.get("error") or _PATTERNS.get(str(context.get("pattern")))
-                remedy = remedy or re.sub(r"^\w+ should", "it should", plain)
-                said = f"{written(each['input'])[:80]}; {remedy}"
+        context, plain = each.get("ctx", {}), each["msg"].partition(", unable")[0]
+        remedy = context.get("error") or _PATTERNS.get(str(context.get("pattern")))
+        remedy = remedy or re.sub(r"^\w+ should", "it should", plain)
+        said = _MISTAKES.get(each["type"], f"{written(each['input'])[:80]}; {remedy}")
         yield ".".join(map(str, [option, *parts])), f"{', '.join([str(option), *words])} is {said}"
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def read_as(kind: object, value: object, name: str) -> Any:
+def read_as(kind: Any, value: object, name: str) -> Any:
     """Read a value as a type; InputError if it is not of this type."""
     try:
-        return _adapter(kind).validate_python(value)
+        return TypeAdapter[Any](kind).validate_python(value)
     except ValidationError as error:
         raise Mistakes(InputError(text) for _, text in mistakes(error, name)) from None
