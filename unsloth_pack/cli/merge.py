@@ -5,7 +5,6 @@ from pathlib import Path
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.config import Parser
-from unsloth_pack.config.values import FilePath
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
 from unsloth_pack.run.machine import check_new_folder
@@ -48,8 +47,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
-    for name, which in (("model_name", "that holds the adapter"), ("save_path", "to save in; new, or empty")):
-        parser.add_argument(f"--{name}", type=FilePath, metavar="FOLDER", help=f"{which}; has to be given")
+    parser.add_option("model_name", "folder of the adapter; has to be given")
+    parser.add_option("save_path", "folder to save in; new, or empty; has to be given")
     parser.add_option("save_method", "what is saved; lora is the adapter alone (default: merged_16bit)")
     for name, kind in (("load_in_4bit", "NF4"), ("load_in_8bit", "int8"), ("load_in_fp8", "fp8")):
         default = "(default: as the run was trained, else false)"

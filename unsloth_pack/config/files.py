@@ -9,6 +9,7 @@ Mappings are merged, all else replaces what the base file says, and null restore
 """
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,13 @@ BASE = "base_config"
 _NAMES = {name: name for name in OPTIONS if name != "config"} | ALIASES
 
 
+@dataclass
 class Source:
-    """The options in files, or on the command line.
+    """The options in files, or on the command line."""
 
-    Attributes:
-        values: by the names of the options; None restores the default.
-        places: files and lines of the options and of their parts (`dataset.1.path`).
-        mistakes: the place and the text of each.
-    """
-
-    def __init__(self, values: dict[str, Any] | None = None):
-        self.values = values or {}
-        self.places: dict[str, Place | None] = {}
-        self.mistakes: list[tuple[Place | None, str]] = []
+    values: dict[str, Any] = field(default_factory=dict)  # by name; None restores the default
+    places: dict[str, Place | None] = field(default_factory=dict)  # of options and parts: `dataset.1.path`
+    mistakes: list[tuple[Place | None, str]] = field(default_factory=list)
 
     def update(self, upper: "Source") -> None:
         """Take the values of another source, which win."""

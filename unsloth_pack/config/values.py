@@ -36,18 +36,16 @@ def _compiled(pattern: str) -> str:
     return pattern
 
 
-def _json(text: str) -> Any:
+def _listed(value: object) -> object:
+    """What JSON text holds, or the parts between the commas of another text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith(("[", "{")):
+        return value.split(",")
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError as error:
         raise ValueError(f"give correct JSON ({error})") from None
-
-
-def _listed(value: object) -> object:
-    """A list, a JSON list, or the parts between the commas of a text."""
-    if isinstance(value, str):
-        return _json(value) if value.startswith("[") else value.split(",")
-    return value
 
 
 def mapping(value: object) -> object:
@@ -138,8 +136,7 @@ class DataSet(EvalSet, total=False):
 
 def _data_sets(value: object) -> object:
     """A single path as it is, anything else as a list of objects."""
-    if isinstance(value, str):
-        value = _json(value) if value.lstrip().startswith(("[", "{")) else value.split(",")
+    value = _listed(value)
     items = value if isinstance(value, list) else [value]
     sets = [{"path": each.strip()} if isinstance(each, str) else _without_null(each) for each in items]
     first: Any = sets[0] if len(sets) == 1 and isinstance(sets[0], dict) else {}
