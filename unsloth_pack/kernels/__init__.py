@@ -45,7 +45,7 @@ from unsloth_pack.kernels.quantized import (
 from unsloth_pack.kernels.rope import rope_qk
 from unsloth_pack.kernels.token_scores import token_scores
 
-__all__ = [  # autograd nodes of this package call the others
+__all__ = [
     "Distillation",
     "ExtraLogits",
     "LabelledRows",
@@ -63,4 +63,28 @@ __all__ = [  # autograd nodes of this package call the others
     "token_scores",
     "varlen_attention",
     "xielu",
+]
+
+__all__ += [  # for the autograd nodes of this package
+    "Fp8Columns",
+    "Fp8Rows",
+    "Gate",
+    "InnerSum",
+    "LoraOutput",
+    "LowRank",
+    "NestedScales",
+    "Scaled",
+    "dequantize_4bit",
+    "dropout",
+    "fp8_linear",
+    "fp8_linear_backward",
+    "fp8_transposed",
+    "gated_lora_",
+    "gated_lora_backward_",
+    "grouped_mm",
+    "grouped_outer",
+    "quantize_rows",
+    "routed_gate_",
+    "routed_gate_backward_",
+    "sum_of_rows",
 ]

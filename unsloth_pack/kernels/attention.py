@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.attention_tiles import forward_kernel, kv_gradient_kernel, q_gradient_kernel
 from unsloth_pack.kernels.launch import (
+    apply,
     check_dtypes,
     check_shapes,
     once_differentiable,
@@ -38,6 +39,8 @@ from unsloth_pack.kernels.launch import (
 MAX_HEAD_DIM = 256
 _ENOUGH_PROGRAMS = 256  # two for each multiprocessor of an H100 or H200
 _MAX_STRIDE = 2**23  # elements, so that a tile's offsets fit into 32 bits
+
+_Options = tuple[float, int | None, float | None]  # scale, window and softcap
 
 
 class Tile(NamedTuple):
@@ -121,12 +124,14 @@ def varlen_attention(
         return reference.varlen_attention(
             q, k, v, cu_seqlens, scale, window=window, softcap=softcap, sinks=sinks
         )
-    return _VarlenAttention.apply(q, k, v, cu_seqlens.contiguous(), sinks, (float(scale), window, softcap))
+    return apply(_VarlenAttention, q, k, v, cu_seqlens.contiguous(), sinks, (float(scale), window, softcap))
 
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, sinks, options):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options: _Options
+    ) -> Tensor:
         q, k, v = map(_as_readable, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -140,7 +145,7 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_out):
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, shift, norm, cu_seqlens, sinks = ctx.saved_tensors
         g_out, options, tiles = _as_readable(g_out), ctx.options, _tiles(q)
         strided = q, k, v, g_out
@@ -179,13 +184,13 @@ def _count_members(q: Tensor, k: Tensor, tile: Tile) -> int:
 
 
 def _launch(
-    kernel,
+    kernel: Any,
     tile: Tile,
     by_queries: bool,
     tensors: tuple[Tensor | int | None, ...],
     strided: tuple[Tensor, ...],
     cu_seqlens: Tensor,
-    options,
+    options: _Options,
     members: int | None = None,
 ) -> None:
     """Run one kernel over all tiles of queries, or of keys; `members` query heads of a group in a program."""
@@ -216,11 +221,13 @@ def _tiles(q: Tensor) -> Tiles:
 @functools.cache
 def _get_shared_memory(device: int) -> int:
     """Return the KiB of shared memory that a program may use."""
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"] // 1024
+    n_bytes: int = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    return n_bytes // 1024
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    size: int = triton.next_power_of_2(head_dim)
+    return max(16, size)
 
 
 def _as_readable(x: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ error of the log-sum-exp would be in all weights of a query and add up in sums o
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 from unsloth_pack.kernels.head import logit_and_slope
 from unsloth_pack.kernels.launch import jit, tl
 
-# One compilation serves all rows and windows
-_jit = jit(do_not_specialize=["n_segments", "window", "part_elements"])
 
-
-@_jit
+@jit(do_not_specialize=["n_segments", "window"])  # one compilation serves all rows and windows
+@no_type_check
 def forward_kernel(
     q, k, v, sinks, out, shift, norm, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh,
@@ -79,7 +79,8 @@ def forward_kernel(
     _store(out + place * D, place_Q * D, out_QD / sum_Q[:, None], is_query_Q, D, BLOCK_D)
 
 
-@_jit
+@jit(do_not_specialize=["n_segments", "window"])
+@no_type_check
 def q_gradient_kernel(
     q, k, v, out, shift, norm, g_out, gq, delta, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
@@ -121,7 +122,8 @@ def q_gradient_kernel(
     _store(gq + place * D, place_Q * D, gq_QD * scale, is_query_Q, D, BLOCK_D)
 
 
-@_jit
+@jit(do_not_specialize=["n_segments", "window", "part_elements"])
+@no_type_check
 def kv_gradient_kernel(
     q, k, v, shift, norm, g_out, delta, gk, gv, part_elements, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
@@ -176,7 +178,7 @@ def kv_gradient_kernel(
         _store(gv + place, key_J * (K * D), gv_JD, first + key_J < length, D, BLOCK_D)
 
 
-@_jit
+@jit
 def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
     """Find the segment of a tile.
 
@@ -202,7 +204,7 @@ def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
     return start.to(tl.int64), end - start, (tile - segment - start // TOKENS) * TOKENS
 
 
-@_jit
+@jit
 def _queries(n_tokens, G: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Return each query's token in the tile, its head in the group, and whether it is among `n_tokens`."""
     query_Q = tl.arange(0, BLOCK_Q)
@@ -213,7 +215,7 @@ def _queries(n_tokens, G: tl.constexpr, BLOCK_Q: tl.constexpr):
     return token_Q, member_Q, is_query_Q
 
 
-@_jit
+@jit
 def _keys_of_queries(
     first, length, window, WINDOWED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_J: tl.constexpr
 ):
@@ -224,7 +226,7 @@ def _keys_of_queries(
     return begin, tl.minimum(first + TOKENS, length)
 
 
-@_jit
+@jit
 def _shift_and_norm(shift, norm, place_Q, is_query_Q):
     shift_Q = tl.load(shift + place_Q, mask=is_query_Q, other=0.0)
     norm_Q = 1.0
@@ -233,7 +235,7 @@ def _shift_and_norm(shift, norm, place_Q, is_query_Q):
     return shift_Q, norm_Q
 
 
-@_jit
+@jit
 def _hide(x, hidden, token, key, window, WINDOWED: tl.constexpr):
     """Replace x by `hidden` where the token does not see the key."""
     x = tl.where(key <= token, x, hidden)
@@ -242,7 +244,7 @@ def _hide(x, hidden, token, key, window, WINDOWED: tl.constexpr):
     return x
 
 
-@_jit
+@jit
 def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.constexpr):
     """Return the logits of q · k in units of ln 2, and their slope: 1 - tanh(u)² of softcap * tanh(u)."""
     log2_e: tl.constexpr = 1.4426950408889634
@@ -256,20 +258,20 @@ def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.co
         return tanh * (softcap * log2_e), 1.0 - tanh * tanh
 
 
-@_jit
+@jit
 def _dot(x, y, total=None):
     """Compute total + x y; in float32 by three products of TF32, which keep 22 bits of each number."""
     return tl.dot(x, y, total, input_precision="tf32x3")
 
 
-@_jit
+@jit
 def _load_run(x, first, n_rows, stride, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load `[BLOCK_J, BLOCK_D]`: the rows from `first` (int64) on; 0 past `n_rows` of them."""
     row_J = tl.arange(0, BLOCK_J)
     return _load(x + first * stride, row_J * stride, row_J < n_rows, D, BLOCK_D)
 
 
-@_jit
+@jit
 def _load(x, where_R, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the rows at `where_R` as `[R, BLOCK_D]`; 0 past D and where there is no row."""
     dim_D = tl.arange(0, BLOCK_D)
@@ -277,7 +279,7 @@ def _load(x, where_R, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(x + where_R[:, None] + dim_D[None, :], mask=mask_RD, other=0.0)
 
 
-@_jit
+@jit
 def _store(x, where_R, x_RD, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
     dim_D = tl.arange(0, BLOCK_D)
     mask_RD = is_row_R[:, None] & (dim_D < D)[None, :]

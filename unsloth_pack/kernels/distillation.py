@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import Distillation, Divergence, ExtraLogits, TeacherHead, TopLogProbs
 from unsloth_pack.kernels.head import (
     HeadPass,
+    Inputs,
     LabelledRows,
     load_block,
     logit_and_slope,
@@ -43,7 +44,7 @@ from unsloth_pack.kernels.head import (
     scale_rounded_once,
     spread_gradients,
 )
-from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, wide_dtype
+from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
 DIVERGENCES = get_args(Divergence)
 _BLOCK = 4096  # logits of each model that a program holds at a time
@@ -104,7 +105,7 @@ def linear_distillation(
         theirs = f"{[*teacher[0].shape[:-1]]} rows and {V} outputs"
         raise ValueError(f"the teacher has {theirs}: pass {[*shape]} and {len(weight)}")
     options = _Options(scale, softcap, divergence, kl_weight, ce_weight, temperature)
-    total, *scores = _LinearDistillation.apply(*inputs, labelled, teacher, options, torch.is_grad_enabled())
+    total, *scores = apply(_LinearDistillation, labelled, teacher, options, torch.is_grad_enabled(), *inputs)
     divisor = labelled.count if num_items is None else num_items
     if isinstance(divisor, Tensor):
         divisor = divisor.to(total.device)
@@ -115,13 +116,16 @@ class _LinearDistillation(torch.autograd.Function):
     """Compute the weighted sum, and each score `[T]`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, teacher, options, with_grad):
+    def forward(
+        ctx: Any, labelled: LabelledRows, teacher: TeacherHead | TopLogProbs, options: _Options,
+        with_grad: bool, *inputs: *Inputs
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         N, rows = labelled.count, labelled.rows
         labels_T = labelled.labels.reshape(-1)
         labels_N = labels_T.index_select(0, rows)
+        hidden = inputs[0]
         wide = wide_dtype(hidden)
-        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
-        inputs = (hidden, weight, bias, h, b, outputs)
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[4:9]]
         student = HeadPass(inputs, rows, labels_N, needed, (options.scale, options.softcap), is_wide=True)
         read_teacher = _reader(teacher, labelled, rows, labels_N, options)
         scores_N = [hidden.new_empty(N, dtype=wide) for _ in range(4)]
@@ -149,12 +153,12 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g, *_):
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         rows, *gradients = ctx.saved_tensors
         if not len(rows):
             g = torch.zeros_like(g)  # infinite for the mean over no row
         gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
-        return *spread_gradients(gradients, rows, ctx.shape), *(None,) * 5
+        return *(None,) * 4, *spread_gradients(gradients, rows, ctx.shape), None
 
 
 def _reader(

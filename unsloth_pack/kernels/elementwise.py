@@ -21,7 +21,7 @@ eight elements of a row, in eight contiguous runs of Q columns, and rows may be 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.launch import (
+    apply,
     as_rows,
     check_shapes,
     jit,
@@ -65,12 +66,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_shapes(gate=("*F", gate), up=("*F", up))
     if not takes_fused_path(gate, up):
         return reference.gated(gate, up, activation)
-    return _Gated.apply(gate, up, activation)
+    return apply(_Gated, gate, up, activation)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, activation: str):
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         out = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
@@ -81,7 +82,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_out):
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
         tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up)
@@ -180,7 +181,7 @@ def relu2(x: Tensor) -> Tensor:
 
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
     """
-    return _Ungated.apply(x, None, None, None, None) if takes_fused_path(x, x) else reference.relu2(x)
+    return apply(_Ungated, x, None, None, None, None) if takes_fused_path(x, x) else reference.relu2(x)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -199,14 +200,14 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     if not takes_fused_path(x, x):
         return reference.xielu(x, alpha_p, alpha_n, beta, eps)
     beta, eps = beta.detach().float(), eps.detach().float()
-    return _Ungated.apply(x, F.softplus(alpha_p.float()), beta + F.softplus(alpha_n.float()), beta, eps)
+    return apply(_Ungated, x, F.softplus(alpha_p.float()), beta + F.softplus(alpha_n.float()), beta, eps)
 
 
 class _Ungated(torch.autograd.Function):
     """Take x, and xIELU's α_p, α_n, β and ε in float32; None for relu2."""
 
     @staticmethod
-    def forward(ctx, x, *constants):
+    def forward(ctx: Any, x: Tensor, *constants: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *constants)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
@@ -216,7 +217,7 @@ class _Ungated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_out):
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
         x, *constants = ctx.saved_tensors
         g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with torch.cuda.device_of(x):
@@ -322,6 +323,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
 
 
 @jit(do_not_specialize=["first_row"])
+@no_type_check
 def _dropout_kernel(x, seed, add_to, out, C, RUN, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr):
     """Write out `[N, C]`: the dropout of x, plus add_to unless None.
 

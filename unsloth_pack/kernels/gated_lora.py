@@ -13,7 +13,7 @@ next ones while it computes, so that both kernels run at the speed of the device
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -169,6 +169,7 @@ def _part(low_rank: LowRank | None, like: Tensor) -> _Part:
 # F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. The strides of
 # narrow factors are constants, because 16 does not divide a rank of 8.
 @jit(do_not_specialize=["N"])
+@no_type_check
 def _gated_lora_kernel(
     gate, up, out,
     gate_left, gate_right, gate_scale,
@@ -196,6 +197,7 @@ def _gated_lora_kernel(
 
 
 @jit(do_not_specialize=["N"])
+@no_type_check
 def _gated_lora_backward_kernel(
     g_out, gate, up, g_gate, g_up, sums,
     g_left, g_right, g_scale,

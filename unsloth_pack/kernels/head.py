@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from unsloth_pack.kernels.launch import (
     PER_THREAD,
     HostCopy,
     add_product,
+    apply,
     check_dtypes,
     check_shapes,
     floor_power_of_2,
@@ -302,7 +304,7 @@ def linear_cross_entropy(
     cross-entropy also chunks rows and computes gradients in the forward pass.
     """
     inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
-    total = _LinearCrossEntropy.apply(*inputs, labelled, (scale, softcap), torch.is_grad_enabled())
+    total = apply(_LinearCrossEntropy, labelled, (scale, softcap), torch.is_grad_enabled(), *inputs)
     if num_items is None:
         return total / labelled.count
     return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
@@ -312,12 +314,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Compute the sum of the losses."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, options: Options, with_grad: bool):
+    def forward(
+        ctx: Any, labelled: LabelledRows, options: Options, with_grad: bool, *inputs: *Inputs
+    ) -> Tensor:
         N, rows = labelled.count, labelled.rows
         labels_N = labelled.labels.reshape(-1).index_select(0, rows)
+        hidden = inputs[0]
         losses_N = hidden.new_empty(N, dtype=wide_dtype(hidden))
-        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
-        inputs = (hidden, weight, bias, h, b, outputs)
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[3:8]]
         head = HeadPass(inputs, rows, labels_N, needed, options)
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
@@ -330,12 +334,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         rows, *gradients = ctx.saved_tensors
         if not len(rows):
             g = torch.zeros_like(g)  # infinite for the mean over no row
         gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
-        return *spread_gradients(gradients, rows, ctx.shape), None, None, None, None
+        return None, None, None, *spread_gradients(gradients, rows, ctx.shape), None
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, options: Options, with_grad: bool) -> None:

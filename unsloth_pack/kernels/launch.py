@@ -7,15 +7,37 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
 
+__all__ = ["jit", "tl", "triton"]  # imported names that kernels import from here
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_R_co = TypeVar("_R_co", covariant=True)
+
+
+class _Function(Protocol[_P, _R_co]):
+    """The class of an autograd function."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
+
+    @classmethod
+    def apply(cls, *args: object) -> Any: ...
+
+
+def apply(function: _Function[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Call an autograd function; torch leaves `Function.apply` untyped."""
+    output: _R = function.apply(*args)
+    return output
+
+
+def once_differentiable(backward: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate the `backward` of an autograd function: refuse create_graph=True.
 
     torch's decorator of this name refuses a second derivative only if the incoming gradient requires one. For
@@ -27,11 +49,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def run(ctx: Any, *grads: Tensor) -> Any:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.is_grad_enabled():
             remedy = "undo the patch, or use torch's own operations"
             raise InputError(f"create_graph=True: a fused operation has no second derivative; {remedy}")
-        return backward(ctx, *grads)
+        return backward(*args, **kwargs)
 
     return run
 
@@ -178,18 +200,23 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return rows, rows.stride(0)
 
 
-def jit(kernel=None, **options):
-    """Apply Triton's jit; without Triton return the function."""
-    if kernel is None:
-        return lambda kernel: jit(kernel, **options)
-    if triton is None:
-        return kernel
-    return triton.jit(kernel, **options) if INTERPRETED else Kernel(kernel, **options)
+# mypy skips kernels: they are in Triton's language. One with options needs `no_type_check` as well.
+if TYPE_CHECKING:
+    from typing import no_type_check as jit
+else:
+
+    def jit(kernel=None, **options):
+        """Apply Triton's jit; without Triton return the function."""
+        if kernel is None:
+            return lambda kernel: jit(kernel, **options)
+        if triton is None:
+            return kernel
+        return triton.jit(kernel, **options) if INTERPRETED else Kernel(kernel, **options)
 
 
 if triton is not None:
 
-    class Kernel(triton.JITFunction):
+    class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
         """A kernel that `compile_in_parallel` compiles without a launch."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

@@ -113,7 +113,8 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
 
 
 def _choose_block(columns: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(columns))
+    block: int = min(_BLOCK, triton.next_power_of_2(columns))
+    return block
 
 
 def _flatten(inner: InnerSum, gate: Gate) -> tuple[list[Tensor | float | None], list[float]]:

@@ -15,6 +15,7 @@ and the backward pass adds the gradient of the residual to gx.
 from __future__ import annotations
 
 import functools
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
+    apply,
     as_rows,
     check_shapes,
     floor_power_of_2,
@@ -74,12 +76,14 @@ def add_rms_norm(
     check_shapes(x=("*C", x), added=("*C", added), weight=("C", weight))
     if not takes_fused_path(x, weight) or not (added is None or takes_fused_path(added, weight)):
         return reference.add_rms_norm(x, added, weight, eps, offset)
-    return _AddRMSNorm.apply(x, added, weight.contiguous(), eps, offset)
+    return apply(_AddRMSNorm, x, added, weight.contiguous(), eps, offset)
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, added, weight, eps: float, offset: float):
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
         (rows, row_stride), total, added_rows, added_stride = as_rows(x), None, None, 0
         if added is not None:
             added_rows, added_stride = as_rows(added)
@@ -103,7 +107,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_total, g_out):
+    def backward(ctx: Any, g_total: Tensor | None, g_out: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gx, partial = g_total, None
         if g_out is not None:
@@ -139,6 +143,7 @@ def _choose_blocks(C: int, tiles: int) -> tuple[int, int, int]:
 
 
 @jit(do_not_specialize=["R"])
+@no_type_check
 def _norm_kernel(
     x, added, weight, total, out, eps, offset, R, x_sr, added_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -157,6 +162,7 @@ def _norm_kernel(
 
 
 @jit(do_not_specialize=["R", "steps"])
+@no_type_check
 def _norm_backward_kernel(
     g, x, weight, other, gx, partial, eps, offset, R, steps, g_sr, x_sr, other_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -16,7 +16,7 @@ Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`, ΣO those of all wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -167,6 +167,7 @@ def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BL
 
 
 @jit(do_not_specialize=["N"])
+@no_type_check
 def _dequantize_kernel(values, scale, out, N, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Write out `[N, C]`. Grid: blocks of rows, blocks of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -227,6 +228,7 @@ def dequantize_4bit(
 
 
 @jit(do_not_specialize=["n"])
+@no_type_check
 def _dequantize_nf4_kernel(
     packed, code, scales, scale_code, outer_scales, offset, GROUP: tl.constexpr, out, n,
     BLOCKS: tl.constexpr, PAIRS: tl.constexpr,

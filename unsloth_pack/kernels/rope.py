@@ -17,6 +17,7 @@ Interleaved, the pairs of the first R dims are neighbours instead: 0 and 1, 2 an
 from __future__ import annotations
 
 import functools
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from unsloth_pack.kernels.arguments import QKNorm
 from unsloth_pack.kernels.launch import (
     MAX_WARPS,
     PER_THREAD,
+    apply,
     check_dtypes,
     check_shapes,
     floor_power_of_2,
@@ -36,10 +38,9 @@ from unsloth_pack.kernels.launch import (
     triton,
 )
 
-_jit = jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengths
 
-
-@_jit
+@jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengths
+@no_type_check
 def turn_kernel(
     q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
     eps, offset, direction,
@@ -75,7 +76,8 @@ def turn_kernel(
     _store_pairs(k_out, k1, k2, dims1, dims2, mask_P, token_T, N, HK, D, BLOCK_HK)
 
 
-@_jit
+@jit(do_not_specialize=["N", "T"])
+@no_type_check
 def norm_backward_kernel(
     gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, q_partial, k_partial,
     eps, offset,
@@ -131,7 +133,7 @@ def norm_backward_kernel(
         _store_partial(k_partial, gwk1_THP, gwk2_THP, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)
 
 
-@_jit
+@jit
 def _pairs(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
     """Return the first and the second dim of each pair, and whether the pair exists: `[1, 1, P]`."""
     pair = tl.arange(0, BLOCK_P)[None, None, :]
@@ -145,7 +147,7 @@ def _pairs(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P:
     return dims1, dims2, pair < D // 2
 
 
-@_jit
+@jit
 def _load_pairs(
     x, dims1, dims2, mask_P, token_T, N, T, sb, st, sh, sd, H: tl.constexpr, BLOCK_H: tl.constexpr
 ):
@@ -159,7 +161,7 @@ def _load_pairs(
     return x1_THP.to(tl.float32), x2_THP.to(tl.float32)
 
 
-@_jit
+@jit
 def _store_pairs(
     out, x1_THP, x2_THP, dims1, dims2, mask_P, token_T, N,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -172,7 +174,7 @@ def _store_pairs(
     tl.store(start + dims2, x2_THP.to(out.dtype.element_ty), mask=mask_THP)
 
 
-@_jit
+@jit
 def _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr):
     """Return where each token's row of cos and sin starts."""
     row_T = (token_T // T).to(tl.int64) * lookup_sb + (token_T % T).to(tl.int64) * lookup_st
@@ -181,7 +183,7 @@ def _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr):
     return row_T
 
 
-@_jit
+@jit
 def _load_angles(cos, sin, row_T, token_T, N, table_sc, R: tl.constexpr, BLOCK_P: tl.constexpr):
     """Load cos θ and sin θ of each pair, `[T, P]`; θ is 0 for the pairs of dims past R."""
     pair = tl.arange(0, BLOCK_P)[None, :]
@@ -192,13 +194,13 @@ def _load_angles(cos, sin, row_T, token_T, N, table_sc, R: tl.constexpr, BLOCK_P
     return cos_TP, sin_TP
 
 
-@_jit
+@jit
 def _rotate(x1_THP, x2_THP, cos_TP, sin_TP):
     cos, sin = cos_TP[:, None, :], sin_TP[:, None, :]
     return x1_THP * cos - x2_THP * sin, x2_THP * cos + x1_THP * sin
 
 
-@_jit
+@jit
 def _mean(x_THP, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
     """Return a norm's mean from sums of pairs: `[T, H, 1]`, or over all heads `[T, 1, 1]` when flat."""
     total = tl.sum(x_THP, axis=2, keep_dims=True)
@@ -207,20 +209,20 @@ def _mean(x_THP, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
     return total / D
 
 
-@_jit
+@jit
 def _inverse_rms(x1_THP, x2_THP, eps, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
     mean_square = _mean(x1_THP * x1_THP + x2_THP * x2_THP, H, D, FLAT)
     return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))  # tl.rsqrt approximates
 
 
-@_jit
+@jit
 def _through_rms(gn1, gn2, n1, n2, scale, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
     """Return the gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
     mean = _mean(gn1 * n1 + gn2 * n2, H, D, FLAT)
     return scale * (gn1 - n1 * mean), scale * (gn2 - n2 * mean)
 
 
-@_jit
+@jit
 def _load_weight(
     weight, offset, dims1, dims2, mask_P,
     H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -234,7 +236,7 @@ def _load_weight(
     return offset + w1, offset + w2
 
 
-@_jit
+@jit
 def _store_partial(
     partial, g1_THP, g2_THP, dims1, dims2, mask_P,
     H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -249,6 +251,8 @@ def _store_partial(
     tl.store(start + dims1, g1, mask=mask_P)
     tl.store(start + dims2, g2, mask=mask_P)
 
+
+_Tables = tuple[Tensor, Tensor, Tensor | None]  # cos, sin and position_ids
 
 _TILE = 4096  # elements of a program
 _WEIGHT_GRAD_PROGRAMS = 512  # at most, and as many partial sums, when a norm's weights are trained
@@ -289,15 +293,18 @@ def rope_qk(
         return reference.rope_qk(q, k, *tables, position_ids, qk_norm=qk_norm, interleaved=interleaved)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    weights: tuple[Tensor | None, ...] = (None, None)
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if qk_norm is not None:
         weights = qk_norm.q_weight.contiguous(), qk_norm.k_weight.contiguous()
-    return _RopeQK.apply(q, k, cos, sin, position_ids, *weights, qk_norm, interleaved)
+    return apply(_RopeQK, q, k, cos, sin, position_ids, *weights, qk_norm, interleaved)
 
 
 class _RopeQK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None, interleaved):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+        q_weight: Tensor | None, k_weight: Tensor | None, norm: QKNorm | None, interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tables, weights = (cos, sin, position_ids), (q_weight, k_weight)
         ctx.save_for_backward(*tables, *weights, *(() if norm is None else (q, k)))
         ctx.options = norm, interleaved
@@ -305,10 +312,11 @@ class _RopeQK(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gq_out, gk_out):
+    def backward(ctx: Any, gq_out: Tensor, gk_out: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, position_ids, q_weight, k_weight, *qk = ctx.saved_tensors
         tables, weights = (cos, sin, position_ids), (q_weight, k_weight)
         norm, interleaved = ctx.options
+        grads: tuple[Tensor | None, ...]
         if norm is None:
             grads = *_turn(gq_out, gk_out, tables, weights, norm, interleaved, -1.0), None, None
         else:
@@ -318,7 +326,10 @@ class _RopeQK(torch.autograd.Function):
         return *grads[:2], None, None, None, *grads[2:], None, None
 
 
-def _turn(q, k, tables, weights, norm, interleaved, direction):
+def _turn(
+    q: Tensor, k: Tensor, tables: _Tables, weights: tuple[Tensor | None, ...], norm: QKNorm | None,
+    interleaved: bool, direction: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k normed, unless norm is None, and rotated by θ * direction."""
     (B, T, HQ, D), HK = _by_token(q).shape, k.shape[1]
     q_out, k_out = _empty_like(q), _empty_like(k)
@@ -333,12 +344,16 @@ def _turn(q, k, tables, weights, norm, interleaved, direction):
     return q_out, k_out
 
 
-def _norm_backward(gq_out, gk_out, q, k, tables, weights, norm, interleaved, weight_grads):
+def _norm_backward(
+    gq_out: Tensor, gk_out: Tensor, q: Tensor, k: Tensor, tables: _Tables, weights: tuple[Tensor, Tensor],
+    norm: QKNorm, interleaved: bool, weight_grads: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k and, with weight_grads (else None), of the norm's weights."""
     (B, T, HQ, D), HK = _by_token(q).shape, k.shape[1]
     gq, gk = _empty_like(q), _empty_like(k)
     blocks = _choose_blocks(HQ, HK, D, 3 if weight_grads else 2)
-    programs, STEPS, partials = -(-B * T // blocks["BLOCK_T"]), 1, [None, None]
+    programs, STEPS = -(-B * T // blocks["BLOCK_T"]), 1
+    partials: list[Tensor | None] = [None, None]
     if weight_grads:
         STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
         programs = -(-programs // STEPS)

@@ -23,7 +23,7 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch import Tensor
 from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
 from unsloth_pack.kernels.head import (
     HeadPass,
+    Inputs,
     LabelledRows,
     Options,
     load_block,
@@ -40,7 +41,7 @@ from unsloth_pack.kernels.head import (
     score_plainly,
     spread_gradients,
 )
-from unsloth_pack.kernels.launch import jit, once_differentiable, takes_fused_path, tl, wide_dtype
+from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
 
 @jit
@@ -191,7 +192,8 @@ def token_scores(
     inputs, labelled = prepare_head_inputs(hidden, weight, bias, labels, softcap, extra)
     wanted = tuple(field in fields for field in FIELDS)
     is_training = torch.is_grad_enabled()
-    log_prob, *others = _TokenScores.apply(*inputs, labelled, (scale, softcap), wanted, is_training)
+    log_prob, *others = apply(_TokenScores, labelled, (scale, softcap), wanted, is_training, *inputs)
+    assert log_prob is not None
     shape = labelled.labels.shape
     return TokenScores(log_prob.view(shape), *(None if x is None else x.view(shape) for x in others))
 
@@ -200,16 +202,19 @@ class _TokenScores(torch.autograd.Function):
     """Compute each score, `[T]`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, h, b, outputs, labelled, options: Options, wanted, with_grad):
+    def forward(
+        ctx: Any, labelled: LabelledRows, options: Options, wanted: tuple[bool, ...], with_grad: bool,
+        *inputs: *Inputs
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
         N, rows = labelled.count, labelled.rows
         labels_T = labelled.labels.reshape(-1)
         labels_N = labels_T.index_select(0, rows)
+        hidden = inputs[0]
         wide = wide_dtype(hidden)
-        needed = [with_grad and needs for needs in ctx.needs_input_grad[:5]]
+        needed = [with_grad and needs for needs in ctx.needs_input_grad[4:9]]
         trains_head = needed[1] or needed[2] or needed[4]
         at_once = (needed[0] or needed[3]) and not trains_head
-        inputs = (hidden, weight, bias, h, b, outputs)
         head = HeadPass(inputs, rows, labels_N, needed if at_once else [False] * 5, options)
         scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
 
@@ -230,9 +235,11 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_log_prob_T, g_entropy_T, *_):
+    def backward(
+        ctx: Any, g_log_prob_T: Tensor | None, g_entropy_T: Tensor | None, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         rows, g_hidden, g_h, *inputs, labels_N = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:5]
+        needed = ctx.needs_input_grad[4:9]
         if g_log_prob_T is None and g_entropy_T is None:
             return (None,) * 10
         upstream_N = [g if g is None else g.reshape(-1)[rows] for g in (g_log_prob_T, g_entropy_T)]
@@ -251,7 +258,7 @@ class _TokenScores(torch.autograd.Function):
             weights_N1 = g_log_prob_N[:, None]
             g_hidden, g_h = (scale_rounded_once(x, weights_N1, ctx.dtype) for x in (g_hidden, g_h))
             gradients = [g_hidden, None, None, g_h, None]
-        return *spread_gradients(gradients, rows, ctx.shape), *(None,) * 5
+        return *(None,) * 4, *spread_gradients(gradients, rows, ctx.shape), None
 
 
 def _score(
