@@ -128,6 +128,8 @@ class FastCausalLM(CountedParameters):
     spec: ArchSpec
     fast_decoder: FastDecoder  # set past torch's registry: it is a submodule already
     is_wrapper: bool  # a model around a text model, as of vision and language
+    logit_divisor: float
+    logit_softcap: float | None
     training_loss: Loss
     has_checked_boundary_labels: bool
 
@@ -273,7 +275,7 @@ class FastCausalLM(CountedParameters):
         return bool(is_wanted)
 
     def _compute_fused_loss(self, call: ForwardCall, step_labels: StepLabels) -> Any:
-        head = read_head(self, self.spec, self.is_wrapper)
+        head = read_head(self)
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
         decoded = self.run_decoder(call)
@@ -298,7 +300,7 @@ class FastCausalLM(CountedParameters):
             return trl_head.forward(**self._build_arguments(call, step_labels), fused_lm_head=True)
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
-        head = read_head(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
+        head = read_head(self).at_temperature(trl_head.temperature)
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, lambda hidden_BTC: trl_head.score(labelled, hidden_BTC).log_prob.sum())
         decoded = self.run_decoder(call)
@@ -318,7 +320,7 @@ class FastCausalLM(CountedParameters):
         decoded = self.run_decoder(call)
         places = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(decoded.last_hidden_state[:, places])
-        logits = read_head(self, self.spec, self.is_wrapper).scaled(logits)
+        logits = read_head(self).scaled(logits)
         loss = None
         if step_labels.labels is not None:
             vocab_size = self.config.get_text_config().vocab_size

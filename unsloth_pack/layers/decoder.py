@@ -74,6 +74,8 @@ class FastDecoder(nn.Module):
     get_per_layer_inputs: Callable[[Tensor | None, Tensor | None], Tensor]
     project_per_layer_inputs: Callable[[Tensor, Tensor], Tensor]
     spec: ArchSpec
+    norm_name: str  # of the last norm
+    row_keywords: Collection[str]  # the arguments by which layers take the row
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
     gate_and_up_plan: GateAndUpPlan
@@ -253,7 +255,7 @@ class FastDecoder(nn.Module):
         layer_inputs = build_layer_inputs(self, input_ids, hidden_BTC, kwargs)
         deepstack = take_visual_by_layer(row, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
-        shared_inputs = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
+        shared_inputs = dict.fromkeys(self.row_keywords, row) | kwargs
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             if only is not None and number not in only:
                 continue
@@ -263,7 +265,7 @@ class FastDecoder(nn.Module):
             hidden_BTC = out if isinstance(out, Tensor) else out[0]
             if number < len(deepstack):
                 hidden_BTC = add_visual(hidden_BTC, row, deepstack[number])
-        return PackedOutput(last_hidden_state=getattr(self, self.spec.name("norm"))(hidden_BTC))
+        return PackedOutput(last_hidden_state=getattr(self, self.norm_name)(hidden_BTC))
 
     def _embed(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
         """Embed `[B, T, C]`; NEFTune by document, as longer inputs get less noise (Jain et al. 2023)."""

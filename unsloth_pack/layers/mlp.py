@@ -187,10 +187,11 @@ ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
 
 
 class GatedProjections(NamedTuple):
-    """Names of the linear layers of a gated MLP: those of gate and up, perhaps joined, and the one down."""
+    """The names of a gated MLP's layers: gate and up, perhaps joined; down; and its activation."""
 
     inner: tuple[str, ...]
     down: str
+    act: str
 
     def count_features(self, mlp: nn.Module) -> int:
         """Return how many features gate has, and up."""
@@ -211,7 +212,7 @@ class FastMLP(nn.Module):
     @no_compile
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Run `[..., hidden]` through the gate, up and down projections."""
-        activation = _find_activation(self, self.spec)
+        activation = _find_activation(self, self.spec, self.projections.act)
         if activation is None:  # the activation was replaced, or has hooks now
             return super().forward(hidden_states)
         out = self._run_gated(hidden_states, activation)
@@ -238,19 +239,20 @@ class FastMLP(nn.Module):
 
 def find_gated_projections(mlp: nn.Module, spec: ArchSpec) -> GatedProjections | None:
     """Return the names of an MLP's linear layers, or None if it is no gated MLP that can be fused."""
-    joined, gate, up, down = map(spec.name, ("gate_up_proj", "gate_proj", "up_proj", "down_proj"))
+    usual = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "act_fn")
+    joined, gate, up, down, act = map(spec.name, usual)
     names = own_names(mlp)
-    projections = GatedProjections((joined,) if joined in names else (gate, up), down)
+    projections = GatedProjections((joined,) if joined in names else (gate, up), down, act)
     known = {*_KNOWN, *map(spec.name, _KNOWN), *(spec.mlp_multipliers or ())}
     is_known = {*projections.inner, down} <= names <= known
-    return projections if is_known and _find_activation(mlp, spec) is not None else None
+    return projections if is_known and _find_activation(mlp, spec, act) is not None else None
 
 
-def _find_activation(mlp: nn.Module, spec: ArchSpec) -> str | None:
+def _find_activation(mlp: nn.Module, spec: ArchSpec, name: str) -> str | None:
     """Return the kernel's name of an MLP's activation, or None."""
     if spec.activation is not None:
         return spec.activation
-    act = mlp._modules.get(spec.name("act_fn"))
+    act = mlp._modules.get(name)
     return None if act is None else name_activation(act)
 
 

@@ -39,7 +39,6 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_cross_entropy, token_scores
 from unsloth_pack.kernels.arguments import Field
 from unsloth_pack.lora.linear import why_not_fused
-from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import GATHERED_BY_MODULE, has_hooks, is_gathered_by_module, is_managed_by_fsdp
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
@@ -171,19 +170,11 @@ class LossOutput(MoeCausalLMOutputWithPast):
         return self.logits if key == "logits" else super().__getitem__(key)
 
 
-def read_head(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
-    """Read the head of a causal language model for which `why_head_not_fused` returns None.
-
-    In a wrapper around a text model, as of vision and language, transformers does not divide the logits, and
-    caps them only where the spec says so.
-    """
+def read_head(model: Any) -> Head:
+    """Read the head of a patched causal language model for which `why_head_not_fused` returns None."""
     module = model.get_output_embeddings()
     linear, extra = _unwrap(module)
-    config = model.config.get_text_config()
-    softcap, divisor = spec.read_logit_softcap(config), spec.read_logit_divisor(config)
-    if is_wrapper:
-        softcap, divisor = softcap if spec.wrapper_has_softcap else None, 1.0
-    return Head(module, linear.weight, linear.bias, divisor, softcap, extra)
+    return Head(module, linear.weight, linear.bias, model.logit_divisor, model.logit_softcap, extra)
 
 
 def count_head_outputs(model: Any) -> int | None:

@@ -300,6 +300,8 @@ def _swap_decoder(
         decoder,
         FastDecoder,
         spec=spec,
+        norm_name=spec.name("norm"),
+        row_keywords=frozenset({"packed_row", spec.name("packed_row")}),
         rotary_tables=tables,
         step_graphs=graphs,
         gate_and_up_plan=plan,
@@ -317,6 +319,10 @@ def _swap_causal_lm(
     patch: Patch, base: Any, decoder: Any, spec: ArchSpec, vision_spec: VisionSpec | None
 ) -> None:
     vision = {} if vision_spec is None else {"vision_spec": vision_spec, "accepts_loss_kwargs": True}
+    is_wrapper, config = base.base_model is not decoder, base.config.get_text_config()
+    divisor, softcap = spec.read_logit_divisor(config), spec.read_logit_softcap(config)
+    if is_wrapper:  # of which transformers divides no logits, and caps them in some
+        divisor, softcap = 1.0, softcap if spec.wrapper_has_softcap else None
     patch.swap(
         base,
         FastCausalLM if vision_spec is None else FastVisionLM,
@@ -324,7 +330,9 @@ def _swap_causal_lm(
         **vision,
         spec=spec,
         fast_decoder=decoder,
-        is_wrapper=base.base_model is not decoder,
+        is_wrapper=is_wrapper,
+        logit_divisor=divisor,
+        logit_softcap=softcap,
         training_loss=cross_entropy,
         has_checked_boundary_labels=False,
         module_walk=ModuleWalk(),

@@ -30,6 +30,7 @@ class SoftmaxAttention(nn.Module):
 
     spec: ArchSpec
     attn_backend: str
+    output_name: str  # of the projection behind the attention
     # Of transformers' module
     config: PreTrainedConfig
     layer_idx: int
@@ -102,7 +103,7 @@ class FastAttention(SoftmaxAttention):
         out = self._attend(q, k, v, packed_row, attention_mask, kwargs)
         if gate is not None:
             out = out.reshape(gate.shape) * torch.sigmoid(gate)
-        out = getattr(self, self.spec.name("o_proj"))(out.reshape(*hidden_states.shape[:2], -1))
+        out = getattr(self, self.output_name)(out.reshape(*hidden_states.shape[:2], -1))
         if self.residual_dropout:
             out = F.dropout(out, self.residual_dropout, self.training)
         return out, None
@@ -159,9 +160,7 @@ def read_window(attention: SoftmaxAttention, spec: ArchSpec) -> int | None:
 
 
 def rotates(attention: SoftmaxAttention, spec: ArchSpec) -> bool:
-    """Return whether this layer rotates q and k."""
-    if not spec.name("rotary_emb"):
-        return False
+    """Return whether this layer rotates q and k, in a decoder that has tables to rotate by."""
     if spec.rope_layers == "use_rope":
         return bool(attention.use_rope)
     if spec.rope_layers == "windowed_if_any" and attention.config.sliding_window is None:
@@ -224,11 +223,11 @@ class AttentionMixer(Mixer):
         return frozenset({*spec.only, *spec.unread, *names, *map(spec.name, names)})
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
-        return {"spec": spec, "attn_backend": backend}
+        return {"spec": spec, "attn_backend": backend, "output_name": spec.name("o_proj")}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[Report, Report]:
         fused = {"attention": "documents kept apart"}
-        if not rotates(module, spec):
+        if not spec.name("rotary_emb") or not rotates(module, spec):
             return fused, {}
         fused["rotary embedding"] = f"of q and k {how}"
         if not has_qk_norm(module, spec) or spec.qk_norm_after_rope:
