@@ -134,7 +134,7 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     ],
 )
 def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
-    from unsloth_pack.training.nonfinite import leave_out
+    from unsloth_pack.training.updates import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64))
     optimizer = kind([weight], lr=0.1, **options)
@@ -151,7 +151,7 @@ def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
 
 @pytest.mark.gpu
 def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
-    from unsloth_pack.training.nonfinite import leave_out
+    from unsloth_pack.training.updates import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
@@ -168,7 +168,7 @@ def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
 
 def test_nothing_is_read_from_the_device_between_log_lines(train, monkeypatch):
     """Whatever reads a tensor on the host goes through `take_verdicts`, once a log line."""
-    from unsloth_pack.training.nonfinite import NonFiniteUpdates
+    from unsloth_pack.training.updates import NonFiniteUpdates
 
     verdicts, look = [], NonFiniteUpdates.take_verdicts
 
@@ -220,8 +220,8 @@ def test_out_of_memory(fails_at, checkpointing, train, tmp_path, monkeypatch, ca
         return compute(self, *args, **kwargs)
 
     gib = 2**30
-    monkeypatch.setattr("unsloth_pack.training.counters.device_memory", lambda: (8 * gib, 4 * gib))
-    monkeypatch.setattr("unsloth_pack.training.counters.most_held", lambda: 8 * gib)
+    monkeypatch.setattr("unsloth_pack.training.updates.device_memory", lambda: (8 * gib, 4 * gib))
+    monkeypatch.setattr("unsloth_pack.training.updates.most_held", lambda: 8 * gib)
     with monkeypatch.context() as patch:
         patch.setattr(RunTrainer, "compute_loss", failing)
         flags = {"max_seq_length": 256, "save_steps": 1, "use_gradient_checkpointing": checkpointing}

@@ -141,7 +141,7 @@ def test_evaluations_and_checkpoints_at_their_updates(train, data, tmp_path):
 @pytest.fixture
 def worse(monkeypatch):
     """Evaluation losses that get worse from the third on."""
-    from unsloth_pack.training.counters import DocumentLosses
+    from unsloth_pack.training.document_losses import DocumentLosses
 
     values = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8, 2.9, 3.1])
     monkeypatch.setattr(DocumentLosses, "means", lambda *_: {"eval_loss": next(values)})

@@ -6,7 +6,7 @@ import datasets
 
 from unsloth_pack.cli.run_report import summarise
 from unsloth_pack.report.terminal import RowFill, fill_of_packed, fill_of_padded
-from unsloth_pack.training.counters import TokenCounter
+from unsloth_pack.training.updates import TokenCounter
 
 
 def test_padding_and_passes_count_in_no_speed():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from unsloth_pack.training.nonfinite import NonFiniteUpdates
+from unsloth_pack.training.updates import NonFiniteUpdates
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 
 from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
 from unsloth_pack.errors import RunStopped, first_line
-from unsloth_pack.training.counters import COUNTS_FILE, TokenCounts
+from unsloth_pack.training.updates import COUNTS_FILE, TokenCounts
 
 ASIDE = ".saving"
 _ADAPTER = "adapter_model.safetensors"

@@ -28,7 +28,7 @@ from transformers import Trainer
 from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.lora.trained_parts import VisionParts
 from unsloth_pack.modules import compile_patterns
-from unsloth_pack.training.nonfinite import leave_out
+from unsloth_pack.training.updates import leave_out
 
 Settings = dict[str, Any]  # of a group of an optimizer, with its "params"
 

@@ -28,10 +28,9 @@ from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
-from unsloth_pack.training.counters import DocumentLosses, MemoryWatch, TokenCounter, TokenCounts
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
+from unsloth_pack.training.document_losses import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
-from unsloth_pack.training.nonfinite import NonFiniteUpdates, RunLogging
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
 from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
 from unsloth_pack.training.streaming import RowStream, loader_of
@@ -42,6 +41,13 @@ from unsloth_pack.training.trl_setup import (
     kept_in_own_dtype,
     rows_of_an_update,
     silenced,
+)
+from unsloth_pack.training.updates import (
+    MemoryWatch,
+    NonFiniteUpdates,
+    RunLogging,
+    TokenCounter,
+    TokenCounts,
 )
 
 
