@@ -4,7 +4,8 @@ Documents of similar length form one batch.
 
 No mask over the whole row is built. A stack of documents is padded on the right, where the causal mask hides
 the padding. Where a sliding window is shorter than the stack, each block of queries gets the keys that it can
-reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap or sinks the logits are built
+reach, under a mask of at most 2 * max(window, 256) keys a side. The keys of a branch are those of its
+ancestors and its own, under a mask of at most 1,024 queries. With a softcap or sinks the logits are built
 eagerly, for long documents block by block, and again in the backward pass.
 
 Without a causal mask a batch holds segments of one length. Segments with other keys run one by one.
@@ -49,13 +50,15 @@ def attend(
     if keys is not None:
         return _attend_other_keys(q_NHD, k_NKD, v_NKD, row, options, keys)
     outs, (stacks, unstack) = [], row.stacks if options.causal else row.equal_stacks
-    for stack_SL in stacks:
-        q, k, v = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-        length = stack_SL.shape[1]
-        window = None if options.window is None or options.window >= length else options.window
+    for queries_SL, keys_SM in stacks:
+        q = q_NHD[queries_SL].transpose(1, 2)
+        k, v = (x[keys_SM].transpose(1, 2) for x in (k_NKD, v_NKD))
+        n_keys = keys_SM.shape[1]
+        has_ancestors = n_keys > queries_SL.shape[1]
+        window = None if options.window is None or options.window >= n_keys else options.window
         if not options.causal:
             out_SLHD = _attend_fused((q, k, v), options)
-        elif window is not None or (_is_eager(options) and length > _EAGER_BLOCK):
+        elif has_ancestors or window is not None or (_is_eager(options) and n_keys > _EAGER_BLOCK):
             out_SLHD = _attend_in_blocks((q, k, v), window, row, options, sinks_H)
         else:
             out_SLHD = attend_dense(q, k, v, None, options, sinks_H)
@@ -82,13 +85,13 @@ def _attend_other_keys(
 def _attend_in_blocks(
     qkv: QKV, window: int | None, row: PackedRow, options: AttentionOptions, sinks_H: Tensor | None
 ) -> Tensor:
-    """Attend block by block of queries, each to the keys that it can reach.
+    """Attend block by block of queries, each to the keys that it can reach; the last faces the last key.
 
     Eager logits of long documents are built again in the backward pass.
     """
-    (q_SHLD, k_SKLD, v_SKLD), outs = qkv, []
-    length = q_SHLD.shape[2]
-    is_recomputed = _is_eager(options) and length > _EAGER_BLOCK
+    (q_SHLD, k_SKMD, v_SKMD), outs = qkv, []
+    length, n_keys = q_SHLD.shape[2], k_SKMD.shape[2]
+    is_recomputed = _is_eager(options) and n_keys > _EAGER_BLOCK
 
     def attend_block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         sizes = q.shape[2], k.shape[2]
@@ -100,11 +103,11 @@ def _attend_in_blocks(
     if is_recomputed:
         keeps_state = options.dropout > 0
         run = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=keeps_state)
-    size = _EAGER_BLOCK if is_recomputed else max(window or 0, _SHORTEST_BLOCK)
+    size = _EAGER_BLOCK if is_recomputed or window is None else max(window, _SHORTEST_BLOCK)
     for start in range(0, length, size):
-        end = min(start + size, length)
-        keys = slice(0 if window is None else max(0, start - window + 1), end)
-        outs.append(run(q_SHLD[:, :, start:end], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H))
+        end, above = min(start + size, length), n_keys - length
+        keys = slice(0 if window is None else max(0, above + start - window + 1), above + end)
+        outs.append(run(q_SHLD[:, :, start:end], k_SKMD[:, :, keys], v_SKMD[:, :, keys], sinks_H))
     return torch.cat(outs, dim=1)
 
 

@@ -7,9 +7,16 @@ perhaps one run of padding at the end of each of the B rows.
     tokens    a a a b b b b   c c | . . .
     positions 0 1 2 0 1 2 3   0 1 | 0 1 2
     cu_seqlens 0, 3, 7, 9, 12
+
+A segment may continue another, its parent, as answers continue one prompt. It sees its ancestors whole and
+itself causally; its first token is predicted by its parent's last. Descendants follow a segment directly.
+
+    lengths   3     2   3        parent -1, 0, 0
+    tokens    p p p a a b b b
+    positions 0 1 2 3 4 3 4 5
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -36,13 +43,19 @@ class PackedRow:
     axes: np.ndarray | None = None
     visual: np.ndarray | None = None  # `[V]` int64 on the host; the tokens that stand for images, if any
     both_ways: bool = False  # adjacent `visual` tokens of a document see each other in both directions
+    # for every segment the one that it continues, or -1, in preorder; None where no segment continues another
+    parent: tuple[int, ...] | None = None
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedRow":
-        """Build a row of documents that fill it, with positions that restart."""
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
+    def of_lengths(
+        cls, lengths: tuple[int, ...], device: torch.device, parent: tuple[int, ...] | None = None
+    ) -> "PackedRow":
+        """Build a row of documents that fill it, with positions that restart, or continue the parent's."""
+        above = count_tokens_above(lengths, parent)
+        positions = np.concatenate([np.arange(n) + first for n, first in zip(lengths, above, strict=True)])
+        shape = (1, len(positions))
+        return cls(tuple(lengths), (False,) * len(lengths), positions, shape, device, parent=parent)
 
     @classmethod
     def static(
@@ -135,6 +148,35 @@ class PackedRow:
         return self.upload(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
 
     @cached_property
+    def parents(self) -> Tensor:
+        """Return `[segments]` int32: `parent` on the device; only where there is one."""
+        return self.upload(np.array(self.parent, dtype=np.int32))
+
+    @cached_property
+    def subtree_end(self) -> np.ndarray:
+        """Return `[segments]` int64 on the host: where the tokens of a segment and its descendants end.
+
+        Query i sees key j if `j <= i < subtree_end` of the segment of j, but for a window.
+        """
+        ends = np.cumsum(self.lengths)
+        for segment, parent in reversed([*enumerate(self.parent or ())]):
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[segment])
+        return ends
+
+    @cached_property
+    def predictors(self) -> Tensor:
+        """Return `[N]` int64: whose output predicts the token behind each token of the row.
+
+        It is the token itself, but before a branch the last token of the branch's parent.
+        """
+        predictors = np.arange(self.n_tokens)
+        for segment, parent in enumerate(self.parent or ()):
+            if parent >= 0:
+                predictors[self.starts[segment] - 1] = self.starts[parent] + self.lengths[parent] - 1
+        return self.upload(predictors)
+
+    @cached_property
     def position_ids(self) -> Tensor:
         """Return `[N]` int64: the rotary position of every token."""
         return self.upload(self.positions)
@@ -173,9 +215,12 @@ class PackedRow:
 
     @cached_property
     def unscored_places(self) -> np.ndarray:
-        """Return the tokens, int64 on the host, whose label carries no loss: document starts and padding."""
+        """Return the tokens, int64 on the host, whose label carries no loss: padding, and document starts.
+
+        The first token of a branch is no document start.
+        """
         is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
-        is_unscored[self.starts] = True
+        is_unscored[self.starts if self.parent is None else self.starts[np.array(self.parent) < 0]] = True
         return np.flatnonzero(is_unscored)
 
     @cached_property
@@ -188,39 +233,58 @@ class PackedRow:
         """Return the tokens, int64 on the host, that have no token of their own document to predict."""
         return (self.unscored_places - 1) % self.n_tokens
 
-    def _stack(self, ratio: float) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Stack segments at least `ratio` times as long as the longest of their stack."""
-        lengths = np.array(self.lengths)
+    def _stack(self, ratio: float) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
+        """Stack segments at least `ratio` times as long as the longest of their stack.
+
+        Those of a stack have as many tokens in their ancestors.
+        """
+        lengths, above = np.array(self.lengths), count_tokens_above(self.lengths, self.parent)
         segments: list[list[int]] = []
-        for segment in np.argsort(-lengths, kind="stable").tolist():
-            if segments and lengths[segment] >= ratio * lengths[segments[-1][0]]:
+        for segment in np.lexsort((-lengths, above)).tolist():
+            first = segments[-1][0] if segments else segment
+            is_alike = above[segment] == above[first] and lengths[segment] >= ratio * lengths[first]
+            if segments and is_alike:
                 segments[-1].append(segment)
             else:
                 segments.append([segment])
-        stacks = [
-            self.starts[stack][:, None]
-            + np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
-            for stack in segments
-        ]
-        slots = np.concatenate([stack.reshape(-1) for stack in stacks])
+        slots, stacks = [], []
+        for stack in segments:
+            columns = np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
+            slots.append(self.starts[stack][:, None] + columns)
+            queries = keys = self.upload(slots[-1])
+            if above[stack[0]]:
+                ancestors = np.stack([self._tokens_above(segment) for segment in stack])
+                keys = torch.cat([self.upload(ancestors), queries], dim=1)
+            stacks.append((queries, keys))
+        flat = np.concatenate([stack.reshape(-1) for stack in slots])
         place = np.empty(self.n_tokens, dtype=np.int64)
         # Backwards, so that the first slot of a token wins: later ones are fillers
-        place[slots[::-1]] = np.arange(len(slots))[::-1]
-        return tuple(map(self.upload, stacks)), self.upload(place)
+        place[flat[::-1]] = np.arange(len(flat))[::-1]
+        return tuple(stacks), self.upload(place)
+
+    def _tokens_above(self, segment: int) -> np.ndarray:
+        """Return the tokens of a segment's ancestors, in order."""
+        parent = -1 if self.parent is None else self.parent[segment]
+        if parent < 0:
+            return np.zeros(0, dtype=np.int64)
+        own = np.arange(self.lengths[parent]) + self.starts[parent]
+        return np.concatenate([self._tokens_above(parent), own])
 
     @cached_property
-    def stacks(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Group segments of similar length into right-padded batches: int64 token indices `[segments, L]`.
+    def stacks(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
+        """Group segments of similar length into right-padded batches: int64 token indices.
 
         A slot past the end of its segment repeats the segment's last token, so no slot shows another
         document; under a causal mask nothing before it can see it.
 
-        Returns the batches, and `[N]` int64: where each token lies in them, flattened and concatenated.
+        Returns the batches, and `[N]` int64: where each token lies in them, flattened and concatenated. A
+        batch has queries `[segments, L]` and keys `[segments, P + L]`, P of them in ancestors; the last query
+        faces the last key. Without ancestors both are one tensor.
         """
         return self._stack(_STACK_RATIO)
 
     @cached_property
-    def equal_stacks(self) -> tuple[tuple[Tensor, ...], Tensor]:
+    def equal_stacks(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
         """Do the same for the segments of each length by themselves, without padding."""
         return self._stack(1.0)
 
@@ -255,6 +319,26 @@ class PackedRow:
         # By numpy: torch copies in several threads, which wait while loaders keep the cores busy
         pinned.numpy()[...] = array
         return pinned
+
+
+def count_tokens_above(lengths: Sequence[int], parent: Sequence[int] | None) -> np.ndarray:
+    """Return `[segments]` int64: the tokens of each segment's ancestors."""
+    above = np.zeros(len(lengths), dtype=np.int64)
+    for segment, before in enumerate(parent or ()):
+        if before >= 0:
+            above[segment] = above[before] + lengths[before]
+    return above
+
+
+def find_misplaced(parent: Sequence[int]) -> int | None:
+    """Return the first segment that does not follow its parent or another descendant of it, or None."""
+    for segment, before in enumerate(parent):
+        last = segment - 1
+        while last > before:
+            last = parent[last]
+        if last != before:
+            return segment
+    return None
 
 
 def round_up(n: int, least: int = 1) -> int:

@@ -65,7 +65,7 @@ class FastStateLayer(nn.Module):
             out = self.run_whole(hidden_NC[None], **self.boundaries(row))
         else:
             stacks, unstack = row.stacks
-            out = torch.cat([self.run_stack(hidden_NC[stack]).flatten(0, 1) for stack in stacks])[unstack]
+            out = torch.cat([self.run_stack(hidden_NC[stack]).flatten(0, 1) for stack, _ in stacks])[unstack]
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
