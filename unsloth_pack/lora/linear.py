@@ -115,21 +115,31 @@ class FastLoraLinear(PeftLinear):
 
     @property
     def _can_be_fused(self) -> bool:
-        return not self.disable_adapters and not self.merged and why_not_fused(self) is None
+        if self.disable_adapters and torch.is_grad_enabled():
+            return False
+        return not self.merged and why_not_fused(self) is None
 
     def frozen(self) -> arithmetic.Layer:
         """Return the layer without its tensors, with a new seed of dropout at every call."""
-        base, adapter = self.base_layer, self.active_adapters[0]
-        weight: arithmetic.Weight = base.weight.detach()
-        if isinstance(base, Fp8Linear):
-            weight = base.rows
-        elif type(base) is not nn.Linear:
-            weight = Nf4Weight(base.weight, getattr(base.weight, "quant_state", None))
-        dropout = self.lora_dropout[adapter]
+        adapter = self.active_adapters[0]
+        weight, dropout = self._frozen_weight(), self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
         if not (dropout.training and p):
             return arithmetic.Layer(weight, self.scaling[adapter])
-        return arithmetic.Layer(weight, self.scaling[adapter], p, draw_seed(base.weight.device))
+        return arithmetic.Layer(weight, self.scaling[adapter], p, draw_seed(self.base_layer.weight.device))
+
+    def without_adapter(self, dtype: torch.dtype) -> arithmetic.Layer:
+        """Return the base layer with its bias in `dtype`."""
+        bias: Tensor | None = self.base_layer.bias
+        return arithmetic.Layer(self._frozen_weight(), 0.0, bias=None if bias is None else bias.to(dtype))
+
+    def _frozen_weight(self) -> arithmetic.Weight:
+        base = self.base_layer
+        if isinstance(base, Fp8Linear):
+            return base.rows
+        if type(base) is not nn.Linear:
+            return Nf4Weight(base.weight, getattr(base.weight, "quant_state", None))
+        return base.weight.detach()
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return the bias (the base's, the adapter's or their sum) or None, A and B."""
@@ -160,7 +170,8 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """True if all layers can be one autograd node over x."""
-    return all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
+    are_fused = all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
+    return are_fused and len({p.disable_adapters for p in layers}) == 1
 
 
 def why_not_fused(layer: PeftLinear) -> str | None:
@@ -214,6 +225,10 @@ def _identity(x: Tensor) -> Tensor:
 
 def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     x, recipe = cast_input(x)
+    if layers[0].disable_adapters:
+        frozen = [layer.without_adapter(x.dtype) for layer in layers]
+        outputs = arithmetic.forward_frozen(x.reshape(-1, x.shape[-1]), frozen)
+        return [arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs]
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     return list(_LoraLinears.apply(x, recipe, [layer.frozen() for layer in layers], *tensors))
 

@@ -1,0 +1,68 @@
+"""Run a model as it was without its adapter, or as it was earlier: a teacher or reference of the same weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+_OFF = "_disable_adapters"  # PEFT's flag of a layer; `enable_adapters` sets it and freezes weights as well
+_OF_AN_ADAPTER = ("lora_", "modules_to_save", "trainable_tokens_")  # parts of the names of its weights
+
+
+@contextmanager
+def base_model(model: nn.Module) -> Iterator[None]:
+    """Leave out a model's adapters, trained tokens and trained copies of modules, inside this context.
+
+    Without gradients, fused layers stay fused: their outputs are bit for bit those of an adapter whose B is 0.
+    PEFT's `disable_adapter` also walks over all weights, which takes 28 ms for 168 layers.
+    """
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    saved = [(vars(layer), vars(layer).get(_OFF)) for layer in layers]
+    try:
+        for attributes, _ in saved:
+            attributes[_OFF] = True
+        yield
+    finally:
+        for attributes, value in saved:
+            if value is None:
+                del attributes[_OFF]
+            else:
+                attributes[_OFF] = value
+
+
+def name_trained_in_place(model: nn.Module) -> str | None:
+    """Return the name of a weight that trains and that `base_model` cannot leave out, or None."""
+    trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
+    return next((name for name in trained if not any(part in name for part in _OF_AN_ADAPTER)), None)
+
+
+class FrozenCopy:
+    """A copy of the weights of a model that train, as they are now."""
+
+    def __init__(self, model: nn.Module):
+        copies = {
+            id(weight): nn.Parameter(weight.detach().clone(), requires_grad=False)
+            for weight in model.parameters()
+            if weight.requires_grad
+        }
+        # The place of each: the dict of its module, and its name there
+        self._places = [
+            (module._parameters, name, copies[id(weight)])
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if id(weight) in copies
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the model with the copies in place of its weights, inside this context."""
+        trained = [weights[name] for weights, name, _ in self._places]
+        try:
+            for weights, name, copied in self._places:
+                weights[name] = copied
+            yield
+        finally:
+            for (weights, name, _), weight in zip(self._places, trained, strict=True):
+                weights[name] = weight
