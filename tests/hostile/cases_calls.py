@@ -128,7 +128,7 @@ PACKING = [
         "a data set of short labels",
         "column 'labels' does not hold one number per token",
         packing.pack_dataset,
-        datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1]]}),
+        datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]}),
         4,
     ),
     call("accumulation over nothing", "is 0", packing.plan_accumulation, 0, 1, 1, 1),

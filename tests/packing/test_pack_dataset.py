@@ -61,13 +61,27 @@ def test_documents_without_tokens_are_left_out():
     assert packed.to_list() == [{"input_ids": [1, 2, 3], "weight": [0.5, 1.0, 0.25], "seq_lengths": [2, 1]}]
 
 
+def test_labels_of_documents_stand_beside_their_documents():
+    """A list of one label for each document becomes a list of labels for each row."""
+    rows = documents(500) + [{"input_ids": [], "labels": [7]}]
+    rows = [{"input_ids": row["input_ids"], "labels": [sum(row["input_ids"]) % 7]} for row in rows]
+    packed = pack_dataset(datasets.Dataset.from_list(rows), 64)
+    seen = 0
+    for row in packed:
+        ends = np.cumsum(row["seq_lengths"])
+        sums = [sum(row["input_ids"][a:b]) % 7 for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        assert row["labels"] == sums
+        seen += len(sums)
+    assert seen == 500
+
+
 @table(
     ("rows", "message"),
     [
         ([{"input_ids": [1] * 9}], r"document 0 has 9 tokens and capacity is 8 .*truncate, split or drop"),
         ([{"text": "a"}], "the data set has the columns text; tokenise it"),
         ([{"input_ids": [1], "text": "a"}], "column 'text' holds string, not one number a token"),
-        ([{"input_ids": [1, 2], "labels": [1]}], "column 'labels' does not hold one number per token"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2]}], "column .labels. does not hold one number per token"),
         ([{"input_ids": [1], "seq_lengths": [1]}], "it is packed already"),
         ([{"input_ids": [1][:0]}, {"input_ids": [1][:0]}], "none of 2 documents has tokens"),
         ([{"input_ids": [1]}, {"input_ids": [1, None]}], "^row 1, column 'input_ids': a token is None"),

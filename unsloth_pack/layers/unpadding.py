@@ -8,18 +8,16 @@ Shapes: B rows of T tokens.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.modeling_layers import GenericForSequenceClassification
+from torch import Tensor
 from transformers.utils import is_tracing
 
 from unsloth_pack.kernels.launch import HostCopy
-from unsloth_pack.modules import has_peft_hooks, no_compile
+from unsloth_pack.modules import has_peft_hooks
 from unsloth_pack.packed_row.describe import LAST_POSITION, refuse_document_ids
 from unsloth_pack.packed_row.labels import (
     PaddedBatch,
@@ -36,14 +34,15 @@ if TYPE_CHECKING:
 class Unpadding:
     """Finds the padded batches among the calls of one decoder. Copies and pickles start empty."""
 
-    def __init__(self, why_never: str | None):
+    def __init__(self, why_never: str | None, reads_last_place: bool = False):
         self.why_never = why_never  # why batches keep their padding, whatever they are
+        self.reads_last_place = reads_last_place  # of every row, where the head knows no padding
         self.kept: Counter[str] = Counter()  # batches that kept their padding, by reason
         # Of the call before: a key of its tensors, which stay alive so that ids are unique, and its batch
         self._last: tuple[list[object], list[Tensor | None], PaddedBatch | None] | None = None
 
-    def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None]]:
-        return Unpadding, (self.why_never,)
+    def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None, bool]]:
+        return Unpadding, (self.why_never, self.reads_last_place)
 
     def find_batch(
         self,
@@ -109,11 +108,26 @@ class Unpadding:
         if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
             return None  # several documents a row, or an error: `describe_row` tells
         has_labels = any(bool(flag) for flag in copies[n_by_token:])
-        if (why := _why_keep_padding(decoder, real_BT, has_labels, is_by_ids)) is not None:
+        if (why := self._why_keep_padding(decoder, real_BT, has_labels, is_by_ids)) is not None:
             self.kept[why] += 1
             return None
         by_length = not all(tables.is_static for tables in decoder.rotary_tables.values())
         return PaddedBatch.of_mask(real_BT, device, positions_BT, restarts=by_length)
+
+    def _why_keep_padding(
+        self, decoder: "FastDecoder", real_BT: np.ndarray, has_labels: bool, has_ids: bool
+    ) -> str | None:
+        if not real_BT.any():
+            return "the attention mask keeps no token"
+        if not is_one_run_a_row(real_BT):
+            return "the attention mask has padding between the tokens of a row"
+        if has_labels:
+            return "padding has labels, or predicts the first label of a row; set those labels to -100"
+        finds_last = has_ids and decoder.config.pad_token_id is not None
+        if self.reads_last_place and not finds_last and not real_BT[:, -1].all():
+            where = "a row's answer is read at its last place, which is padding"
+            return f"{where}; give input_ids and a pad_token_id"
+        return None
 
 
 def _may_be_unpadded(decoder: "FastDecoder", inputs: Mapping[str, Any]) -> bool:
@@ -138,40 +152,3 @@ def _may_be_unpadded(decoder: "FastDecoder", inputs: Mapping[str, Any]) -> bool:
 
 def _holds_whole_numbers(x: object) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-
-
-def _why_keep_padding(
-    decoder: "FastDecoder", real_BT: np.ndarray, has_labels: bool, has_ids: bool
-) -> str | None:
-    if not real_BT.any():
-        return "the attention mask keeps no token"
-    if not is_one_run_a_row(real_BT):
-        return "the attention mask has padding between the tokens of a row"
-    if has_labels:
-        return "padding has labels, or predicts the first label of a row; set those labels to -100"
-    finds_last = has_ids and decoder.config.pad_token_id is not None
-    if decoder.answers_by_row is not None and not finds_last and not real_BT[:, -1].all():
-        return "a row's answer is read at its last place, which is padding; give input_ids and a pad_token_id"
-    return None
-
-
-class FastSequenceClassification(nn.Module):
-    """Replaces a transformers class that answers by row (`LlamaForSequenceClassification`, ...)."""
-
-    config: PreTrainedConfig
-
-    @no_compile
-    @wraps(GenericForSequenceClassification.forward)  # trainers read its parameters
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Any = None, *args: object, **kwargs: object
-    ) -> object:
-        """Answer as transformers does, at the last token of a row that is no `pad_token_id`.
-
-        Masked padding gets that id first, so that no answer is read from padding.
-        """
-        pad_token_id = self.config.get_text_config().pad_token_id
-        # A mask may also come ready for attention
-        is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
-        if pad_token_id is not None and input_ids is not None and is_per_token:
-            input_ids = input_ids.masked_fill(attention_mask == 0, pad_token_id)
-        return super().forward(input_ids, attention_mask, *args, **kwargs)

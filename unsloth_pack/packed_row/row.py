@@ -143,6 +143,16 @@ class PackedRow:
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
 
     @cached_property
+    def documents(self) -> np.ndarray:
+        """Return `[documents]` int64 on the host: the segments that are no padding."""
+        return np.flatnonzero(~np.array(self.is_padding))
+
+    @cached_property
+    def last_tokens(self) -> np.ndarray:
+        """Return `[documents]` int64 on the host: the last token of every document."""
+        return (self.starts + self.lengths - 1)[self.documents]
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Return `[segments + 1]` int32: 0, then the running sum of the lengths, for varlen kernels."""
         return self.upload(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))

@@ -54,7 +54,8 @@ def pack_dataset(
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold
-            one number per token, such as `labels`.
+            one number per token, such as `labels`. The `labels` of a map-style set may also hold one number
+            per document, as a list, for a model that answers once per document.
         capacity: tokens of a row; no document may be longer.
         strategy: as for `plan_packs`. A map-style set is planned as a whole, an iterable one `buffer_size`
             documents at a time.
@@ -113,7 +114,11 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
         )
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
-        if not _is_of_images(dataset, column) and not np.array_equal(list_lengths(dataset, column), lengths):
+        if _is_of_images(dataset, column):
+            continue
+        of_column = list_lengths(dataset, column)
+        are_of_documents = column == "labels" and bool((of_column == 1).all())
+        if not are_of_documents and not np.array_equal(of_column, lengths):
             raise InputError(f"column {column!r} does not hold one number per token; correct or remove it")
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
@@ -147,12 +152,8 @@ class RowBuilder:
         columns = self._gathered(self._order[starts[0] : starts[-1]])
         starts = starts - starts[0]  # the first document of each row
         lengths = pc.list_value_length(columns["input_ids"]).to_numpy()
-        tokens_before = np.concatenate([[0], np.cumsum(lengths)])
-        row_starts = pa.array(tokens_before[starts].astype(np.int32))
         images = columns.pop(IMAGES, None)
-        rows = {
-            name: pa.ListArray.from_arrays(row_starts, lists.flatten()) for name, lists in columns.items()
-        }
+        rows = {name: _joined(lists, starts) for name, lists in columns.items()}
         if images is not None:
             rows[IMAGES] = _images_of_rows(images, starts)
         rows["seq_lengths"] = pa.ListArray.from_arrays(
@@ -172,6 +173,14 @@ class RowBuilder:
                 of_column.append(pa.concat_arrays(table[name].chunks))
             give_back(mapped)
         return {name: pa.concat_arrays(of_column) for name, of_column in parts.items()}
+
+
+def _joined(lists: pa.Array, starts: np.ndarray) -> pa.Array:
+    """The lists of each row as one, from those of each document."""
+    import pyarrow as pa
+
+    before = np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy())])
+    return pa.ListArray.from_arrays(pa.array(before[starts].astype(np.int32)), lists.flatten())
 
 
 def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:

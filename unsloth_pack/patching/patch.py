@@ -40,7 +40,8 @@ from unsloth_pack.layers.mixers import Choice, Request
 from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, FastMLP, GateAndUpPlan
 from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
 from unsloth_pack.layers.rotary import RotaryTables, rotary_module, rotary_tables
-from unsloth_pack.layers.unpadding import FastSequenceClassification, Unpadding
+from unsloth_pack.layers.sequence_classification import FastSequenceClassification
+from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.layers.vision.vision_lm import FastVisionLM
 from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.losses.head import cross_entropy
@@ -61,7 +62,6 @@ from unsloth_pack.patching.trainer_hooks import HOOKS
 logger = logging.getLogger("unsloth_pack")
 PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
-_ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
 @cache
@@ -108,7 +108,7 @@ class Patch:
         why_never = None if unpad else "unpad=False"
         if unpad and isinstance(model, _SCORE_PADDING):
             why_never = f"a {type(model).__name__} scores every place of a row, padding too"
-        self.unpadding = Unpadding(why_never)
+        self.unpadding = Unpadding(why_never, isinstance(model, GenericForSequenceClassification))
         self._report = report
         self._model = model
         self._decoder = model.get_decoder()
@@ -245,7 +245,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
                 layers = zip([module for _, module in mixers], choices, strict=True)
                 prepare_blocks(patch.report, layers, spec, request, decoder.step_graphs)
         adopt_forwards(base, earlier_forwards)
-    if unpad and isinstance(base, GenericForSequenceClassification):
+    if isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastSequenceClassification)
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
@@ -310,7 +310,7 @@ def _swap_decoder(
         kernels_are_compiled=False,
         has_checked_trained_weights=False,
         has_checked_mask=False,
-        answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
+        answers_by_row=type(base).__name__ if isinstance(base, GenericForQuestionAnswering) else None,
     )
     report_step(patch.report, graphs)
 

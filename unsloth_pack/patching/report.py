@@ -7,6 +7,7 @@ from typing import Any
 
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
@@ -117,9 +118,14 @@ def report_changes(report: PatchReport, model: PreTrainedModel, unpadding: Unpad
     reasons = Counter(_why_lora_not_fused(module) for module in modules if isinstance(module, LoraLayer))
     how = "layers; those over one input, and those of an MLP, as one autograd node"
     _report_layers(report, "LoRA", reasons, how)
-    why = why_loss_not_fused(model)
-    fused = None if why else "with the head, for tokens that have a label"
-    report.record("loss", fused, why and f"from the logits of all tokens: {why}")
+    if isinstance(model, GenericForSequenceClassification):
+        report.record("answers", "one for each document, from the head at its last token alone")
+    elif model is model.get_decoder():
+        report.record("answers", "hidden states, of which `pool_documents` makes one embedding a document")
+    else:
+        why = why_loss_not_fused(model)
+        fused = None if why else "with the head, for tokens that have a label"
+        report.record("loss", fused, why and f"from the logits of all tokens: {why}")
     if (trl_head := read_trl_head(model)) is not None:
         why = trl_head.why_not or why_head_not_fused(model)
         fused = None if why else "from the same kernel"

@@ -1,0 +1,125 @@
+"""Answer once per document: heads that classify a text, score it as a reward, or rank it.
+
+Shapes: B rows of T tokens, N of all rows, D documents, C features, L labels.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.utils import can_return_tuple
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.modules import no_compile
+from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
+from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
+
+
+class FastSequenceClassification(nn.Module):
+    """Replaces a transformers class with one answer a row (`LlamaForSequenceClassification`, ...)."""
+
+    config: PreTrainedConfig
+    num_labels: int
+    score: nn.Module
+    loss_function: Callable[..., Tensor]
+    get_decoder: Callable[[], FastDecoder]
+
+    @no_compile
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        packed_seq_lengths: object = None,
+        seq_lengths: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer every document of a packed row, or every row of a batch, at its last token.
+
+        Of the tokens that are `pad_token_id` the last is not read, as in transformers: where a text ends with
+        its EOS and that pads too, the answer is read before it.
+
+        Args:
+            input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
+            labels: `[D]`, or `[D, L]` for several labels a document, in the order of the documents; of an
+                ordinary batch one for each row. The loss is that of transformers, a mean over documents.
+                With `num_items_in_batch` a packed row's is its share of a mean over so many.
+            packed_seq_lengths: the document lengths, see `describe_row`, which lists other descriptions.
+            seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
+
+        Returns:
+            Logits `[D, L]`, and the loss where there are labels.
+
+        Raises:
+            InputError: descriptions of the row disagree, or labels do not fit its documents.
+        """
+        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        decoder = self.get_decoder()
+        row = row_from_call(inputs, kwargs, partial(decoder.unpadding.find_batch, decoder, inputs))
+        kwargs = {name: x for name, x in kwargs.items() if name not in ROW_KEYWORDS} | {"packed_row": row}
+        pad_token_id = self.config.get_text_config().pad_token_id
+        if not isinstance(row, PackedRow):
+            # A mask may also come ready for attention
+            is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
+            if pad_token_id is not None and input_ids is not None and is_per_token:
+                # No answer may be read from masked padding
+                inputs["input_ids"] = input_ids.masked_fill(attention_mask == 0, pad_token_id)
+            return super().forward(**inputs, labels=labels, **kwargs)
+        labels = _by_document(row, labels, self.num_labels)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        decoded = decoder(**inputs, **kwargs)
+        last_D = find_last_tokens(row, input_ids, pad_token_id)
+        logits_DL = self.score(decoded.last_hidden_state.flatten(0, 1).index_select(0, last_D))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits_DL, labels=labels, pooled_logits=logits_DL, config=self.config
+            )
+            if num_items is not None:
+                loss = loss * (labels != IGNORE_INDEX).sum() / num_items
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits_DL,
+            hidden_states=decoded.hidden_states,
+            attentions=decoded.attentions,
+        )
+
+
+def _by_document(row: PackedRow, labels: Tensor | None, n_labels: int) -> Tensor | None:
+    """Return labels as `[D]` or `[D, L]`; a collator may have put a dimension for the one row in front."""
+    n_documents = len(row.last_tokens)
+    if labels is None or labels.numel() == n_documents:
+        return labels if labels is None else labels.reshape(n_documents)
+    if labels.numel() == n_documents * n_labels:
+        return labels.reshape(n_documents, n_labels)
+    raise InputError(
+        f"labels have shape {list(labels.shape)} and the row {n_documents} documents; give one label each"
+    )
+
+
+def find_last_tokens(row: PackedRow, input_ids: Tensor | None, pad_token_id: int | None) -> Tensor:
+    """Return `[D]` int64: of every document the last token, or the last that is not `pad_token_id`.
+
+    A document of such tokens alone answers at its first token, as in transformers.
+    """
+    if input_ids is None or pad_token_id is None:
+        return row.upload(row.last_tokens)
+    places_N = torch.arange(row.n_tokens, device=row.device)
+    places_N = places_N.masked_fill(input_ids.flatten() == pad_token_id, 0)
+    segment_of_N = np.repeat(np.arange(len(row.lengths)), row.lengths)
+    last = row.upload(row.starts).scatter_reduce(0, row.upload(segment_of_N), places_N, "amax")
+    return last.index_select(0, row.upload(row.documents))
