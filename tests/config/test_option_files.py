@@ -155,6 +155,7 @@ def test_dotted_flags_set_options_in_their_sections_and_parts_of_mappings():
     write(run="loftq_config: {a: 1, b: x}\nseed: 1\n")
     flags = ["--training.seed=2", "--adapter.r", "4", "--data.packing", "--loftq_config.b", "2e-5"]
     flags += ["--adapter.loftq_config.c=true", "--loftq_config.a=null"]
+    flags = ["--seed=3", *flags]  # of equal flags the last counts
     read = {"config": "run.yaml", "seed": 2, "r": 4, "sample_packing": True}
     assert given("--config=run.yaml", *flags) == read | {"loftq_config": {"b": 2e-5, "c": True}}
     assert given('--loftq_config={"a": 1}', "--loftq_config.b=-1")["loftq_config"] == {"a": 1, "b": -1}
@@ -176,6 +177,10 @@ def test_patterns_of_the_upper_file_come_first():
 @table(
     ("flags", "says"),
     [
+        (
+            ["--dataset=a", "--data.dataset=b"],
+            "--dataset is given twice; give it once, with all",
+        ),
         (["--model.seed=1"], "unknown argument '--model.seed'; did you mean --seed?"),
         (["--loftq_config.a"], "argument --loftq_config.a: expected one argument; give it a value"),
         (["--tuner.lora_rank", "8"], "unknown argument '--tuner.lora_rank'; did you mean --r?"),
@@ -184,4 +189,4 @@ def test_patterns_of_the_upper_file_come_first():
 def test_dotted_flags_that_are_wrong(flags, says):
     with pytest.raises(InputError) as refused:
         given(*flags)
-    assert str(refused.value) == says
+    assert str(refused.value).startswith(says)

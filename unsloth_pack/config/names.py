@@ -22,11 +22,9 @@ def other_trainers() -> OtherTrainers:
     """The names in `other_trainers.yaml`."""
     file = files("unsloth_pack") / "config" / "other_trainers.yaml"
     tables = yaml.safe_load(file.read_text(encoding="utf-8"))
-    same, instead = (
-        {name: key for key, names in tables[each].items() for name in names.split()}
-        for each in ("same", "instead")
-    )
-    return OtherTrainers(same, instead, tables["sections"].split())
+    sections = tables.pop("sections").split()
+    by_name = {t: {name: key for key, names in tables[t].items() for name in names.split()} for t in tables}
+    return OtherTrainers(**by_name, sections=sections)
 
 
 def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> str:

@@ -199,7 +199,7 @@ class Option(NamedTuple):
     help: str
     default: Any
     shown_default: str
-    types: list[Any]  # plain types, and the words that it takes
+    types: list[Any]  # plain types, and the words that a value may be
     bare: str | None  # the value of a flag without one
 
     @property
@@ -209,6 +209,7 @@ class Option(NamedTuple):
 
 
 def _types(annotation: object) -> list[Any]:
+    """The plain types and the words of an annotation."""
     kind, parts = get_origin(annotation), get_args(annotation)
     if kind is Literal:
         return [bool if isinstance(each, bool) else each for each in parts]
