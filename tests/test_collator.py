@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, random_documents
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.trainer_hooks import RowCollator
 from unsloth_pack.training.trl_setup import row_collator

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tables import table
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.layers.forward_call import check_labels, refuse_counted_labels
 from unsloth_pack.packed_row.describe import describe_row, row_from_call
-from unsloth_pack.packed_row.labels import check_labels, refuse_counted_labels
 from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")

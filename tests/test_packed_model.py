@@ -29,7 +29,7 @@ from unsloth_pack import UnsupportedArchitecture, patch_model, supported_archite
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.kernels.launch import HostCopy
-from unsloth_pack.packed_row.labels import DeferredCheck
+from unsloth_pack.layers.forward_call import DeferredCheck
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())

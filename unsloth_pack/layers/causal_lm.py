@@ -9,22 +9,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder, PackedOutput
-from unsloth_pack.layers.forward_slot import ForwardCall, ForwardSlot, name_images, read_trl_head
+from unsloth_pack.layers.forward_call import (
+    ForwardCall,
+    ForwardSlot,
+    StepLabels,
+    name_images,
+    read_trl_head,
+)
 from unsloth_pack.layers.kernel_warmup import compile_kernels
 from unsloth_pack.losses.head import (
     LabelledHead,
     Loss,
     TrlHead,
-    count_head_outputs,
     cross_entropy,
     first_tokens,
-    has_own_loss,
     load_balancing_loss,
     loss_output,
     read_head,
@@ -35,82 +38,7 @@ from unsloth_pack.losses.head import (
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import CountedParameters, no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
-from unsloth_pack.packed_row.labels import (
-    PaddedBatch,
-    check_labels,
-    refuse_contradicting_labels,
-    refuse_counted_labels,
-    warn_of_counted_labels,
-    watch_gradient,
-)
-from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
-
-
-class StepLabels:
-    """The labels `[B, T]` of a call, checked, and masked where no loss may see them.
-
-    Build it before the decoder runs: it takes arguments from the call's `rest`, and adds checks to the call.
-    `from_trl`: TRL calls, which counts labels without telling the model.
-    """
-
-    def __init__(self, model: "FastCausalLM", call: ForwardCall, labels: Tensor | None, from_trl: bool):
-        self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
-        self.num_items: Tensor | float | None = call.rest.pop("num_items_in_batch", None)
-        self._model, self._row = model, call.row
-        shape = None if call.row is None else call.row.shape
-        n_outputs = None if has_own_loss(model) else count_head_outputs(model)
-
-        def check(name: str, x: Tensor | None) -> Tensor | None:
-            return None if x is None else check_labels(name, x, shape, n_outputs, self.ignore_index)
-
-        self.labels = check("labels", labels)
-        self.shift_labels = check("shift_labels", call.rest.pop("shift_labels", None))
-        if call.row is not None:
-            self._mask(call, call.row, from_trl)
-
-    def shift(self) -> Tensor:
-        """Return `[B, T]`: of every token, the label that it predicts."""
-        if self.shift_labels is not None:
-            return self.shift_labels
-        if self.labels is None:
-            raise InputError("fused_lm_head=True scores labels, but there are none; give labels")
-        return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
-
-    def as_arguments(self) -> dict[str, object]:
-        """Return the labels and options that another forward needs for its loss."""
-        arguments: dict[str, object] = {"labels": self.labels, "shift_labels": self.shift_labels}
-        arguments["num_items_in_batch"] = self.num_items
-        if self.ignore_index != IGNORE_INDEX:
-            arguments["ignore_index"] = self.ignore_index
-        return {name: value for name, value in arguments.items() if value is not None}
-
-    def watch(self, logits: Tensor) -> None:
-        """Watch the logits' gradient: the caller may compute a loss from them, with its own labels."""
-        if self._row is None or not (logits.requires_grad and self._model.training):
-            return
-        is_counted = self.num_items is not None and self.labels is None
-        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_check()):
-            watch_gradient(self._row, logits, is_counted)
-
-    def _is_first_check(self) -> bool:
-        """Return whether uncounted labels were never checked: on a device each check waits."""
-        is_first = not self._model.has_checked_boundary_labels
-        self._model.has_checked_boundary_labels = True
-        return is_first
-
-    def _mask(self, call: ForwardCall, row: PackedRow, from_trl: bool) -> None:
-        ignore_index, is_shifted = self.ignore_index, self.shift_labels is not None
-        counted = self.shift_labels if is_shifted else self.labels  # by a trainer
-        if counted is not None and self.num_items is not None:
-            call.checks += refuse_counted_labels(row, counted, is_shifted, ignore_index)
-        elif from_trl and self.labels is not None and self._model.training and self._is_first_check():
-            warn_of_counted_labels(row, self.labels, ignore_index)
-        if self.labels is not None:
-            self.labels = row.mask_labels(self.labels, self.ignore_index)
-        if self.shift_labels is not None:
-            self.shift_labels = row.mask_labels(self.shift_labels, self.ignore_index, is_shifted=True)
-            if self.labels is not None:
-                call.checks += refuse_contradicting_labels(self.labels, self.shift_labels, ignore_index)
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 
 
 class FastCausalLM(CountedParameters):

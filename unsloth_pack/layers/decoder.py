@@ -32,7 +32,7 @@ from unsloth_pack.packed_row.describe import (
     refuse_document_ids,
     row_from_call,
 )
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 

@@ -22,7 +22,7 @@ from unsloth_pack.layers.leak_probe import (
     side_effect_free_pass,
 )
 from unsloth_pack.modules import sharded_by
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 logger = logging.getLogger("unsloth_pack")

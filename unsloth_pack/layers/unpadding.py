@@ -19,7 +19,7 @@ from transformers.utils import is_tracing
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.modules import has_peft_hooks
 from unsloth_pack.packed_row.describe import LAST_POSITION, refuse_document_ids
-from unsloth_pack.packed_row.labels import (
+from unsloth_pack.packed_row.padded_batch import (
     PaddedBatch,
     is_one_document_a_row,
     is_one_run_a_row,

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.utils import is_tracing
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 # What a model call may carry beside position_ids and attention_mask

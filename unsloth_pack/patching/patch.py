@@ -28,7 +28,7 @@ from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.layers.decoder import FastDecoder
-from unsloth_pack.layers.forward_slot import (
+from unsloth_pack.layers.forward_call import (
     SLOT_ATTRIBUTES,
     adopt_forwards,
     drop_wrapped_forward,

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
-from unsloth_pack.layers.forward_slot import read_trl_head
+from unsloth_pack.layers.forward_call import read_trl_head
 from unsloth_pack.layers.layer import is_plain, trains_tokens
 from unsloth_pack.layers.mixers import Choice
 from unsloth_pack.layers.moe import (

@@ -32,7 +32,7 @@ from unsloth_pack.layers.decoder import has_fast_decoder
 from unsloth_pack.memory.checkpointing import GiveBackSpareMemory
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
-from unsloth_pack.packed_row.labels import PaddedBatch, is_one_run_a_row, padding_has_labels
+from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 from unsloth_pack.patching import deferred_logging, parts
 from unsloth_pack.patching.deferred_logging import is_patched

@@ -19,13 +19,13 @@ from torch import Tensor, distributed, nn
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
-from unsloth_pack.layers.forward_slot import ForwardCall, name_images
+from unsloth_pack.layers.forward_call import DeferredCheck, ForwardCall, name_images
 from unsloth_pack.layers.vision.tower import tower_gradients
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import is_gathered_as_group, is_gathered_by_module
 from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages, images_by_document
-from unsloth_pack.packed_row.labels import DeferredCheck, PaddedBatch
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
 PIXELS = "pixel_values"

@@ -1,0 +1,113 @@
+"""Turn padded batches into packed rows. A `PaddedBatch` becomes one row, without its padding:
+
+    rows     a a a . .       places  0 1 2 5 6 7 8 9 13 14
+             b b b b b       row     a a a b b b b b c  c
+             . . . c c       lengths 3     5         2
+
+Shapes: B rows of T tokens, N of them no padding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from unsloth_pack.packed_row.row import PackedRow
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Locates the documents of a padded batch, and holds the packed row that they form."""
+
+    row: PackedRow  # `[1, N]`, one document for each row of the batch that has a token
+    places: np.ndarray  # `[N]` int64 on the host; where each token of the row stands in the flattened batch
+    shape: tuple[int, int]  # (B, T) of the batch
+
+    @classmethod
+    def of_mask(
+        cls,
+        real: np.ndarray,
+        device: torch.device,
+        positions: np.ndarray | None = None,
+        restarts: bool = False,
+    ) -> "PaddedBatch":
+        """Build the batch of a mask that keeps some token and for which `is_one_run_a_row` holds.
+
+        Args:
+            real: `[B, T]` bool, False on padding.
+            positions: `[B, T]` int64, the rotary positions; None for transformers' 0 to T - 1, or with
+                `restarts` for those that start at 0 in every document.
+        """
+        places = np.flatnonzero(real)
+        lengths = tuple(int(length) for length in real.sum(axis=1) if length)
+        if positions is not None:
+            token_positions = positions.reshape(-1)[places]
+        elif restarts:
+            token_positions = np.concatenate([np.arange(length) for length in lengths])
+        else:
+            token_positions = places % real.shape[1]
+        row = PackedRow(lengths, (False,) * len(lengths), token_positions, (1, len(places)), device)
+        return cls(row, places, (real.shape[0], real.shape[1]))
+
+    def on(self, device: torch.device) -> "PaddedBatch":
+        """Return the batch for a model on `device`."""
+        row = self.row.on(device)
+        return self if row is self.row else PaddedBatch(row, self.places, self.shape)
+
+    def packed(self, tokens: Tensor | None) -> Tensor | None:
+        """Remove the padding: `[1, N, ...]` from `[B, T, ...]`."""
+        if tokens is None:
+            return None
+        flat = tokens.flatten(0, 1)
+        return (flat if self._is_full else flat.index_select(0, self._places_on_device()))[None]
+
+    def padded(self, output: object) -> Any:
+        """Put the padding back into a decoder's output, as zeros.
+
+        Hidden states `[1, N, C]` become `[B, T, C]`, the routers' logits `[N, E]` become `[B * T, E]`.
+        """
+        return tree_map_only(Tensor, self._pad, output)
+
+    def _pad(self, output: Tensor) -> Tensor:
+        tokens = output if output.dim() == 2 else output[0]
+        if not self._is_full:
+            spread = tokens.new_zeros(self.shape[0] * self.shape[1], *tokens.shape[1:])
+            tokens = spread.index_copy_(0, self._places_on_device(), tokens)
+        return tokens if output.dim() == 2 else tokens.unflatten(0, self.shape)
+
+    @property
+    def _is_full(self) -> bool:
+        """Return whether there is no padding."""
+        return len(self.places) == self.shape[0] * self.shape[1]
+
+    def _places_on_device(self) -> Tensor:
+        return self.row.once("places in the padded batch", lambda: self.row.upload(self.places))
+
+
+def is_one_run_a_row(real: np.ndarray) -> bool:
+    """Return whether no row of a `[B, T]` bool mask has padding between its tokens."""
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    return bool((begins.sum(axis=1) <= 1).all())
+
+
+def is_one_document_a_row(positions: np.ndarray, real: np.ndarray, last: int) -> bool:
+    """Return whether the positions `[B, T]` of each row's tokens rise by one within 0 to `last`."""
+    both = real[:, 1:] & real[:, :-1]
+    token_positions = positions[real]
+    return bool(
+        (np.diff(positions, axis=1)[both] == 1).all()
+        and ((token_positions >= 0) & (token_positions <= last)).all()
+    )
+
+
+def padding_has_labels(labels: Tensor, real: Tensor, ignore_index: int, is_shifted: bool) -> Tensor:
+    """Return, as a bool tensor, whether a loss reads the outputs at padding, where `real` `[B, T]` is False.
+
+    It does where padding has one of the `labels` `[B, T]`, or predicts that of the token behind it.
+    """
+    is_label = labels.to(real.device) != ignore_index
+    has_label = (is_label & ~real).any()
+    return has_label if is_shifted else has_label | (is_label[:, 1:] & ~real[:, :-1]).any()
