@@ -3,12 +3,19 @@
 The truth is every path from a root to a segment, alone in plain transformers in float64.
 """
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from test_attention import written_out
-from tiny import DEVICE
+from tiny import DEVICE, error, random_documents, tiny_model
 
+from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack.errors import InputError
+from unsloth_pack.packed_row.describe import describe_row
+from unsloth_pack.packed_row.prefixes import group_by_prefix
 from unsloth_pack.packed_row.row import PackedRow
 
 FORESTS = {  # lengths and parents
@@ -78,3 +85,195 @@ def test_positions_and_visible_keys_of_a_forest(forest):
             assert row.predictors[i - 1] == row.starts[parent[query]] + lengths[parent[query]] - 1
         elif not is_first:
             assert row.predictors[i - 1] == i - 1
+
+
+# Rows described by hand
+
+
+def test_parents_of_several_rows_with_padding():
+    lengths, parents = [[2, 1, 3], [4, 1, 1]], [[-1, 0, 0], [-1, 0, 1]]
+    row = describe_row((2, 7), torch.device("cpu"), packed_seq_lengths=lengths, parents=torch.tensor(parents))
+    assert row.lengths == (2, 1, 3, 1, 4, 1, 1, 1)
+    assert row.parent == (-1, 0, 0, -1, -1, 4, 5, -1)
+    assert row.positions.tolist() == [0, 1, 2, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 0]
+    assert row.unscored_places.tolist() == [0, 6, 7, 13]
+    assert row.predictors.tolist() == [0, 1, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert row.places_before_others.tolist() == [5, 12, 2]
+
+
+@pytest.mark.parametrize(
+    ("parents", "more", "message"),
+    [
+        ([-1, 0], {}, "parents of row 0 are 2 for 3 documents; give one a document, -1 for none"),
+        ([[-1, 0, 0], [-1]], {}, "parents describe 2 rows of 1; give one list a row"),
+        ([-1, 0, 3], {}, "parents of row 0: document 2 continues 3; give -1 to 2"),
+        ([-1, -2, 0], {}, "parents of row 0: document 1 continues -2; give -1 to 2"),
+        (
+            [-1, 1, 0],
+            {},
+            "parents of row 0: document 1 does not follow 1, which it continues",
+        ),
+        (
+            [1, -1, -1],
+            {},
+            "parents of row 0: document 0 does not follow 1, which it continues",
+        ),
+        (
+            [-1, -1, 0],
+            {},
+            "parents of row 0: document 2 does not follow 0, which it continues",
+        ),
+        ([-1, 0, 0.5], {}, r"parents is \[-1, 0, 0.5\]; give one whole number a document, -1 for none"),
+        ([-1, 0, 0], {"seq_idx": [0] * 8}, "parents come with packed_seq_lengths, seq_idx; give packed_seq"),
+        (
+            [-1, 0, 0],
+            {"packed_seq_lengths": None},
+            "parents come with nothing; give packed_seq_lengths alone",
+        ),
+    ],
+)
+def test_parents_that_are_no_forest_are_refused(parents, more, message):
+    described = {"packed_seq_lengths": [3, 2, 2], "parents": parents, **more}
+    with pytest.raises(InputError, match=f"^{message}") as refusal:
+        describe_row((1, 8), torch.device("cpu"), **described)  # the last token is padding, no document
+    assert len(str(refusal.value)) <= 130
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("forest", FORESTS.values(), ids=FORESTS)
+def test_the_loss_of_a_row_with_parents_is_that_of_its_paths(forest, training):
+    """In training and evaluation; the parent's last token predicts the first of each branch."""
+    lengths, parent = forest
+    segments = random_documents(lengths)
+    plain = tiny_model("llama", torch.float64)
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    results = []
+    for run in (model, plain):
+        run.train(training).zero_grad()
+        if run is model:
+            ids = torch.cat(segments)[None].to(DEVICE)
+            out = run(input_ids=ids, labels=ids, packed_seq_lengths=list(lengths), parents=list(parent))
+            loss = out.loss
+            assert out.logits.shape == (1, len(ids[0]), 256)
+        else:
+            losses = []
+            for number in range(len(lengths)):
+                path = torch.cat([segments[s] for s in path_of(number, parent)])[None].to(DEVICE)
+                logits, own = run(input_ids=path, use_cache=False).logits[0, :-1], path[0, 1:]
+                n_own = lengths[number] - (parent[number] < 0)
+                losses.append(
+                    torch.nn.functional.cross_entropy(logits, own, reduction="none")[len(own) - n_own :]
+                )
+            loss = torch.cat(losses).mean()
+        loss.backward()
+        grads = {name: p.grad for name, p in run.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), grads))
+    (loss, grads), (truth, true_grads) = results
+    assert error(loss, truth) < 1e-6
+    assert max(error(grads[name], true_grads[name]) for name in true_grads) < 1e-5
+
+
+# Padded batches whose rows begin alike
+
+
+def answers_to(prompts, answers, order=None):
+    """Documents: to each prompt its answers, as lists of lengths; in random order where one is wanted."""
+    drawn = iter(random_documents([*prompts, *(n for lengths in answers for n in lengths)]))
+    prompts = [next(drawn) for _ in prompts]
+    documents = [
+        torch.cat([prompt, next(drawn)])
+        for prompt, lengths in zip(prompts, answers, strict=True)
+        for _ in lengths
+    ]
+    return documents if order is None else [documents[i] for i in order]
+
+
+def batch_of(documents, side="right", first=0):
+    """A padded batch; GRPO pads prompts on the left and completions on the right: `first` places."""
+    longest = max(map(len, documents)) + first
+    ids, mask = (torch.zeros(len(documents), longest, dtype=torch.int64) for _ in range(2))
+    for row, document in enumerate(documents):
+        start = first if side == "right" else longest - len(document)
+        ids[row, start : start + len(document)], mask[row, start : start + len(document)] = document, 1
+    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def computed_tokens(model):
+    """Filled with the number of tokens that go through the decoder's layers, call by call."""
+    counts = []
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[1]))
+    return counts
+
+
+def logits_and_gradients(model, batches, weights):
+    """Logits of all tokens of the batches, and the gradients of their sum weighted by `weights`."""
+    model.zero_grad()
+    logits = [model(**batch, use_cache=False).logits for batch in batches]
+    real = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1 for batch in batches]
+    logits = torch.cat([out[mask] for out, mask in zip(logits, real, strict=True)])
+    (logits * weights).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+GROUPS = {  # of answers to prompts, the order of the rows, and the tokens of prompts that are saved
+    "GRPO": (((17, 9), ((4, 9, 1, 6), (3, 5, 5))), None, 3 * 17 + 2 * 9),
+    "DPO": (((17, 9, 30), ((4, 9), (8, 3), (2, 2))), (0, 2, 4, 1, 3, 5), 17 + 9 + 30),
+    "one prompt without a partner": (((12, 20), ((4, 9, 2), (11,))), (3, 0, 1, 2), 2 * 12),
+}
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss", "qwen3", "deepseek_v3", "gemma4_text"])
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+def test_rows_with_equal_prompts_train_as_alone(arch, group):
+    """Against whole rows, which differ in sharing alone, and plain transformers, which norms in float32."""
+    made_of, order, saved = group
+    documents = answers_to(*made_of, order)
+    plain = tiny_model(arch, torch.float64)
+    whole, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    patch_model(whole, share_prefixes=False)
+    patch = patch_model(model)
+    counts, whole_counts = computed_tokens(model), computed_tokens(whole)
+    n_tokens = sum(map(len, documents))
+    weights = torch.randn(n_tokens, 256, dtype=torch.float64, device=DEVICE)
+    alone = logits_and_gradients(plain, [{"input_ids": x[None].to(DEVICE)} for x in documents], weights)
+    exact = 1e-7 if arch in ("deepseek_v3", "gpt_oss") else 1e-12  # some routers compute in float32
+    for first in (0, 3):
+        batch = batch_of(documents, first=first)
+        logits, grads = logits_and_gradients(model, [batch], weights)
+        assert (counts.pop(), counts) == (n_tokens - saved, [])
+        unshared = logits_and_gradients(whole, [batch], weights)
+        assert whole_counts.pop() == n_tokens
+        for (truth, true_grads), bound in ((unshared, exact), (alone, 1e-5)):
+            assert error(logits, truth) < bound
+            assert grads.keys() == true_grads.keys()
+            assert max(error(grads[name], true_grads[name]) for name in true_grads) < bound
+    assert "prefixes" in patch.report.fused
+
+
+def ways_to_divide(documents):
+    if not documents:
+        yield []
+        return
+    for way in ways_to_divide(documents[1:]):
+        yield [[documents[0]], *way]
+        yield from ([*way[:i], [documents[0], *way[i]], *way[i + 1 :]] for i in range(len(way)))
+
+
+def test_groups_share_what_they_have_in_common_and_save_about_as_much_as_any():
+    draw, ratios = np.random.default_rng(0), []
+    for _ in range(60):
+        ids = draw.integers(0, 2, (draw.integers(2, 7), 6)) * (np.arange(6) > 1)  # as behind a template
+        is_equal = ids[:, None] == ids[None, :]
+        common = np.where(is_equal.all(axis=-1), 6, is_equal.argmin(axis=-1))
+        groups = group_by_prefix(common.copy())
+        assert sorted(i for documents, _ in groups for i in documents) == list(range(len(ids)))
+        assert all(common[i, j] >= n_shared for group, n_shared in groups for i in group for j in group)
+        most = max(
+            sum((len(group) - 1) * common[np.ix_(group, group)].min() for group in way)
+            for way in ways_to_divide(list(range(len(ids))))
+        )
+        ratios.append(sum((len(group) - 1) * n_shared for group, n_shared in groups) / most)
+    assert min(ratios) > 0.8
+    assert np.mean(np.array(ratios) == 1) > 0.9

@@ -359,8 +359,11 @@ def test_one_copy_comes_to_the_host_and_none_for_the_same_batch_again(copies):
             model(**batch, labels=labels, use_cache=False, fused_lm_head=True)
         return [n for n in copies if n >= n_tokens]
 
-    assert call() == [n_tokens + 1]  # the mask, and whether padding has labels
+    # the mask, whether padding has labels, and where each two rows differ
+    assert call() == [n_tokens + 1 + len(LENGTHS) ** 2]
     assert call() == []
+    batch["input_ids"][1, 3] += 1
+    assert len(call()) == 1
     labels[1, 3] = -100
     assert len(call()) == 1
     batch["attention_mask"] = batch["attention_mask"].clone()

@@ -105,8 +105,8 @@ class FastLanguageModel:
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
             token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
-                `unpad` is passed to `patch_model`. Unsloth's own arguments are accepted where they change
-                nothing, such as `fast_inference=False`, and refused otherwise.
+                `unpad` and `share_prefixes` are passed to `patch_model`. Unsloth's own arguments are accepted
+                where they change nothing, such as `fast_inference=False`, and refused otherwise.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -126,7 +126,7 @@ class FastLanguageModel:
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         take(LOADING, hf_kwargs, "from_pretrained", is_all=False)
         hub |= take_file_options(hf_kwargs)
-        unpad = hf_kwargs.pop("unpad", True)
+        unpad, share_prefixes = (hf_kwargs.pop(name, True) for name in ("unpad", "share_prefixes"))
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
         config, for_weights = split_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
@@ -161,7 +161,7 @@ class FastLanguageModel:
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
-        patch_model(model, attn_backend, unpad)
+        patch_model(model, attn_backend, unpad, share_prefixes)
         return _finish(model.train(full_finetuning)), tokenizer
 
     @staticmethod
@@ -235,7 +235,7 @@ class FastLanguageModel:
         check_rows_apart(model, targets.paths, rows, "target_modules", tied=False)
         set_seed(random_state)
         patch = patch_of(model)
-        attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
+        patch_options = () if patch is None else (patch.attn_backend, patch.unpad, patch.share_prefixes)
         fields: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": r, "bias": bias, "use_dora": use_dora}
         fields |= {"lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "use_rslora": use_rslora}
         fields["modules_to_save"] = modules_to_save
@@ -251,7 +251,7 @@ class FastLanguageModel:
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
-        patch_model(adapted, attn_backend, unpad)  # anew, so that the adapter is fused too
+        patch_model(adapted, *patch_options)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted.train())
 

@@ -63,7 +63,7 @@ def test_documents_without_tokens_are_left_out():
 
 def test_labels_of_documents_stand_beside_their_documents():
     """A list of one label for each document becomes a list of labels for each row."""
-    rows = documents(500) + [{"input_ids": [], "labels": [7]}]
+    rows = [*documents(500), {"input_ids": [], "labels": [7]}]
     rows = [{"input_ids": row["input_ids"], "labels": [sum(row["input_ids"]) % 7]} for row in rows]
     packed = pack_dataset(datasets.Dataset.from_list(rows), 64)
     seen = 0

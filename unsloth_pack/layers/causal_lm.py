@@ -75,6 +75,7 @@ class FastCausalLM(CountedParameters):
         logits_to_keep: int | Tensor = 0,
         packed_seq_lengths: object = None,
         seq_lengths: object = None,
+        parents: object = None,
         **kwargs: object,
     ) -> Any:
         """Compute logits, and the loss where there are labels.
@@ -88,11 +89,13 @@ class FastCausalLM(CountedParameters):
             packed_seq_lengths: the document lengths, see `describe_row`. `cu_seq_lens_q/k` with
                 `max_length_q/k`, `seq_idx` and `position_ids` that restart describe a row too.
             seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
+            parents: for each document of `packed_seq_lengths` the one that it continues, or -1. The parent's
+                last token predicts its first, in the loss; the logits stay those of every token.
 
         Raises:
             InputError: descriptions of the row disagree, or labels do not fit the row or the head.
         """
-        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
+        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths, "parents": parents}
         inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
@@ -140,6 +143,7 @@ class FastCausalLM(CountedParameters):
         if self.is_wrapper and (not self._takes_images(rest) or inputs["input_ids"] is None):
             return None
         options = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
+        options["has_images"] = bool(name_images(rest))
         return self.fast_decoder.unpadding.find_batch(self.fast_decoder, inputs, known, labels, **options)
 
     def _takes_images(self, rest: Mapping[str, object]) -> bool:
@@ -182,18 +186,28 @@ class FastCausalLM(CountedParameters):
     def _takes_fused_loss(
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> bool:
-        """Return whether a call is a training step whose loss can be computed with the head."""
-        if step_labels.labels is None or not (self.training and torch.is_grad_enabled()):
+        """Return whether a call is a training step whose loss can be computed with the head.
+
+        That of labels in branches has to be, in every call: see `PackedRow.before_next_token`.
+        """
+        is_step = self.training and torch.is_grad_enabled()
+        if step_labels.labels is None or not (is_step or call.has_branches):
             return False
         return_dict = call.rest.get("return_dict")
         return_dict = getattr(self.config, "return_dict", None) if return_dict is None else return_dict
         if return_dict is False or self._wants_router(call) or self._is_unchanged(call):
+            call.refuse_branches(
+                "return_dict=False and output_router_logits=True take their loss from logits"
+            )
             return False
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         why_not = why_loss_not_fused(self)
         if why_not is not None and self.training_loss is not cross_entropy:
             raise InputError(f"training_loss needs the head: {why_not}; set it back to cross_entropy")
-        return keeps_all and why_not is None
+        if not keeps_all or why_not is not None:
+            call.refuse_branches(why_not or "logits_to_keep leaves logits out")
+            return False
+        return True
 
     def _wants_router(self, call: ForwardCall) -> bool:
         """Return whether a call asks for the routers' logits, and so for their auxiliary loss."""
@@ -207,7 +221,8 @@ class FastCausalLM(CountedParameters):
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
         decoded = self.run_decoder(call)
-        loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
+        hidden_BTC = call.before_next_token(decoded.last_hidden_state)
+        loss = self.training_loss(labelled, hidden_BTC, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
 
     def _warm_up_kernels(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:
@@ -224,6 +239,7 @@ class FastCausalLM(CountedParameters):
         if self._is_unchanged(call):
             why_not = why_not or "images may come with it"
         if why_not:
+            call.refuse_branches(why_not)
             refuse_ignored_adapter(self, why_not)
             return trl_head.forward(**self._build_arguments(call, step_labels), fused_lm_head=True)
         if wants_router := self._wants_router(call):
@@ -232,7 +248,8 @@ class FastCausalLM(CountedParameters):
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, lambda hidden_BTC: trl_head.score(labelled, hidden_BTC).log_prob.sum())
         decoded = self.run_decoder(call)
-        scores, mask = trl_head.score(labelled, decoded.last_hidden_state), labelled.mask
+        hidden_BTC = call.before_next_token(decoded.last_hidden_state)
+        scores, mask = trl_head.score(labelled, hidden_BTC), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
             scores, mask = first_tokens(scores, mask.shape[1] - 1), mask[:, :-1]
         aux_loss = self._compute_aux_loss(call, decoded, mask.device) if wants_router else None

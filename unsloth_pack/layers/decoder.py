@@ -80,6 +80,7 @@ class FastDecoder(nn.Module):
     step_graphs: StepGraphs
     gate_and_up_plan: GateAndUpPlan
     unpadding: Unpadding
+    why_no_branches: str | None  # why no segment of its rows may continue another
     leak_probe: DecoderProbe | None  # None once it has passed, or where it is not wanted
     kernels_are_compiled: bool
     has_checked_trained_weights: bool
@@ -120,6 +121,8 @@ class FastDecoder(nn.Module):
         if row is not None:
             if batch is None:
                 self._refuse_joined_answers(row)
+                if row.parent is not None and (why := self.why_not_branched()):
+                    raise InputError(f"parents of a packed row: {why}; give every document whole")
             if self.leak_probe is not None and self.leak_probe.is_due(self, row):
                 self.leak_probe.look(self)
                 self.leak_probe = None
@@ -136,6 +139,12 @@ class FastDecoder(nn.Module):
         return super().forward(
             attention_mask=attention_mask, position_ids=position_ids, **tokens, **caching, **kwargs
         )
+
+    def why_not_branched(self) -> str | None:
+        """Return why no segment of a row may continue another at the moment, or None."""
+        if hasattr(self.get_input_embeddings(), "neftune_noise_alpha"):
+            return "NEFTune's noise depends on the length of a document"
+        return self.why_no_branches
 
     def _refuse_joined_answers(self, row: PackedRow) -> None:
         n_rows, n_documents = row.shape[0], row.is_padding.count(False)
@@ -195,7 +204,7 @@ class FastDecoder(nn.Module):
         if inputs_embeds is not None:
             inputs = Embedded(inputs_embeds, take_visual_by_layer(row, dict(kwargs)))
         graphs = None if self._wants_more(kwargs, inputs_embeds) else self.step_graphs
-        if self.step_graphs.why_never is not None:
+        if self.step_graphs.why_never is not None or row.parent is not None:
             graphs = None
         router = "output_router_logits"
         wants_router = bool(kwargs.get(router, getattr(self.config, router, False)))

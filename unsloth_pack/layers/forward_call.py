@@ -175,6 +175,20 @@ class ForwardCall:
         assert self.described is not None
         return self.described.row if isinstance(self.described, PaddedBatch) else self.described
 
+    @property
+    def has_branches(self) -> bool:
+        """Return whether segments of the caller's packed row continue others."""
+        return self.row is not None and self.row.parent is not None
+
+    def refuse_branches(self, why_no_head: str) -> None:
+        """Refuse a call with such a row whose loss cannot be computed with the head."""
+        if self.has_branches:
+            raise InputError(f"labels of a row with parents need the head: {why_no_head}; leave parents out")
+
+    def before_next_token(self, hidden_BTC: Tensor) -> Tensor:
+        """Return the hidden states that predict the token behind each, for a loss of shifted labels."""
+        return hidden_BTC if self.row is None else self.row.before_next_token(hidden_BTC)
+
     def describe(self, row: PackedRow) -> None:
         """Replace the row by one with more details."""
         batch = self.described if isinstance(self.described, PaddedBatch) else None
@@ -335,9 +349,9 @@ def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
         is_counted: the caller says how many labels it has, as `Trainer` does even when it keeps the labels.
             Then such a gradient is refused, else it causes a warning: a loss without labels may have it.
     """
-    if not len(row.predicted_unscored):
+    if not len(row.places_before_others):
         return
-    places = row.upload(row.predicted_unscored - 1)
+    places = row.upload(row.places_before_others)
 
     def look(grad: Tensor) -> None:
         if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):

@@ -25,6 +25,7 @@ from unsloth_pack.packed_row.padded_batch import (
     is_one_run_a_row,
     padding_has_labels,
 )
+from unsloth_pack.packed_row.prefixes import first_differences, share_prefixes
 from unsloth_pack.packed_row.row import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -34,15 +35,20 @@ if TYPE_CHECKING:
 class Unpadding:
     """Finds the padded batches among the calls of one decoder. Copies and pickles start empty."""
 
-    def __init__(self, why_never: str | None, reads_last_place: bool = False):
+    def __init__(
+        self, why_never: str | None, reads_last_place: bool = False, why_no_sharing: str | None = None
+    ):
         self.why_never = why_never  # why batches keep their padding, whatever they are
         self.reads_last_place = reads_last_place  # of every row, where the head knows no padding
+        self.why_no_sharing = why_no_sharing  # why rows never share a prefix
         self.kept: Counter[str] = Counter()  # batches that kept their padding, by reason
+        self.unshared: Counter[str] = Counter()  # batches that were not looked at for prefixes, by reason
+        self.tokens, self.shared_tokens = 0, 0  # of all batches, and those of them that others stood for
         # Of the call before: a key of its tensors, which stay alive so that ids are unique, and its batch
         self._last: tuple[list[object], list[Tensor | None], PaddedBatch | None] | None = None
 
-    def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None, bool]]:
-        return Unpadding, (self.why_never, self.reads_last_place)
+    def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None, bool, str | None]]:
+        return Unpadding, (self.why_never, self.reads_last_place, self.why_no_sharing)
 
     def find_batch(
         self,
@@ -52,8 +58,11 @@ class Unpadding:
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
+        has_images: bool = False,
     ) -> PaddedBatch | None:
         """Return the padded batch of a call that describes no packed row, or None if it keeps its padding.
+
+        Rows that begin with the same tokens share them, unless the call has images or no ids.
 
         Waits once for numbers on a device, unless the batch is `known` or equals that of the call before, as
         where a trainer asks a reference model for log-probabilities.
@@ -67,10 +76,11 @@ class Unpadding:
         if known is not None:
             return known.on(tokens.device)
         mask, is_by_ids = inputs["attention_mask"], inputs["input_ids"] is not None
+        ids = inputs["input_ids"] if self._may_share(decoder, is_by_ids, has_images) else None
         losses = [x if isinstance(x, Tensor) else None for x in (labels, shift_labels)]
         if any(x is not None and x.shape != mask.shape for x in losses):
             return None
-        tensors = [mask, inputs["position_ids"], *losses]
+        tensors = [ids, mask, inputs["position_ids"], *losses]
         describe = partial(self._describe, decoder, tensors, ignore_index, is_by_ids, tokens.device)
         present = [x for x in tensors if x is not None]
         # Tensors of inference mode have no version, and cannot be saved for a later backward pass
@@ -81,6 +91,16 @@ class Unpadding:
             self._last = key, tensors, describe()
         return self._last[2]
 
+    def _may_share(self, decoder: "FastDecoder", is_by_ids: bool, has_images: bool) -> bool:
+        if self.why_no_sharing is not None:
+            return False
+        why = decoder.why_not_branched()
+        if has_images or not is_by_ids:
+            why = "images come with it" if has_images else "it comes as embeddings"
+        if why is not None:
+            self.unshared[why] += 1
+        return why is None
+
     def _describe(
         self,
         decoder: "FastDecoder",
@@ -89,13 +109,19 @@ class Unpadding:
         is_by_ids: bool,
         device: torch.device,
     ) -> PaddedBatch | None:
-        """Describe a batch, by what comes to the host in one transfer: mask, positions, labels in padding."""
-        mask, positions, *losses = tensors
+        """Describe a batch, by what comes to the host in one transfer.
+
+        It is the mask, positions, whether padding has labels, and from where on each two rows differ.
+        """
+        ids, mask, positions, *losses = tensors
         parts = [mask] if positions is None else [mask, positions.expand_as(mask)]
         n_by_token = len(parts)
         for x, is_shifted in zip(losses, (False, True), strict=True):
             if x is not None:
                 parts.append(padding_has_labels(x, mask != 0, ignore_index, is_shifted))
+        n_flags = len(parts)
+        if ids is not None and len(ids) > 1:
+            parts.append(first_differences(ids.to(mask.device), mask))
         on_device = torch.cat([part.to(mask.device, torch.int64).reshape(-1) for part in parts])
         copies = HostCopy(on_device).read().cpu().split([part.numel() for part in parts])
         mask_BT, *others = (numbers.reshape(mask.shape).numpy() for numbers in copies[:n_by_token])
@@ -107,12 +133,18 @@ class Unpadding:
             return None
         if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
             return None  # several documents a row, or an error: `describe_row` tells
-        has_labels = any(bool(flag) for flag in copies[n_by_token:])
+        has_labels = any(bool(flag) for flag in copies[n_by_token:n_flags])
         if (why := self._why_keep_padding(decoder, real_BT, has_labels, is_by_ids)) is not None:
             self.kept[why] += 1
             return None
         by_length = not all(tables.is_static for tables in decoder.rotary_tables.values())
-        return PaddedBatch.of_mask(real_BT, device, positions_BT, restarts=by_length)
+        batch = PaddedBatch.of_mask(real_BT, device, positions_BT, restarts=by_length)
+        if len(copies) == n_flags:
+            return batch
+        shared = share_prefixes(batch, copies[-1].reshape(len(ids), len(ids)).numpy())
+        self.tokens += batch.row.n_tokens
+        self.shared_tokens += batch.row.n_tokens - shared.row.n_tokens
+        return shared
 
     def _why_keep_padding(
         self, decoder: "FastDecoder", real_BT: np.ndarray, has_labels: bool, has_ids: bool

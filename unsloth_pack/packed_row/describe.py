@@ -10,6 +10,9 @@ device:
     position_ids        0 1 2 0 1 2 3 0 1      restart with every document
     attention_mask      1 1 1 2 2 2 2 3 3      some packers number documents there
 
+`parents` may come with `packed_seq_lengths`: for each document the one that it continues, by its number in
+the row, or -1. Documents that continue one follow it directly.
+
 Two that disagree are an error, on every step. A trainer that knows the row beforehand passes it as
 `packed_row`, and nothing is read from the device.
 """
@@ -28,13 +31,13 @@ from transformers.utils import is_tracing
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
-from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow, count_tokens_above, find_misplaced
 
 # What a model call may carry beside position_ids and attention_mask
 _LENGTH_KEYWORDS = ("packed_seq_lengths", "seq_lengths")
 _RUNNING_SUMS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
-ROW_KEYWORDS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, *_MAX_LENGTHS, "seq_idx")
+ROW_KEYWORDS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, *_MAX_LENGTHS, "seq_idx", "parents")
 _PER_TOKEN = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # how it grows within a document
 # The first of these that a call has says where the padding is
 _DESCRIPTIONS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, "seq_idx", "position_ids")
@@ -123,6 +126,7 @@ def describe_row(
     *,
     attention_mask: object = None,
     axes: Tensor | None = None,
+    parents: object = None,
     **descriptions: object,
 ) -> PackedRow | None:
     """Return the packed row that these descriptions mean, or None for an ordinary batch.
@@ -133,20 +137,24 @@ def describe_row(
         attention_mask: `[B, T]`; zeros must be padding at the end of a packed row. A mask that numbers the
             documents from 1 has to agree with the other descriptions.
         axes: `[3, B, T]`; rotary positions in time, height and width, from 0 in every document.
+        parents: one list a row, or one list for one row: see above.
         descriptions: see above; tensors, arrays or lists of whole numbers, or None. For several rows
             `packed_seq_lengths` and `seq_lengths` are lists of lists, or `[B, n]` padded with 0; a sum below
             T leaves a padded tail. `seq_idx` and `position_ids` are `[B, T]`, `[1, T]` or `[T]`; a document
             starts wherever positions do not continue by one.
 
     Raises:
-        InputError: lengths are negative or exceed T, two descriptions disagree, or the mask does not fit a
-            packed row.
+        InputError: lengths are negative or exceed T, two descriptions disagree, the mask does not fit a
+            packed row, or `parents` are no preorder of the documents.
     """
     present = {name: descriptions[name] for name in _DESCRIPTIONS if descriptions.get(name) is not None}
     max_lengths = {name: descriptions[name] for name in _MAX_LENGTHS if descriptions.get(name) is not None}
     # accelerate's dispatcher of streamed rows cuts a running sum to one number
     cut = {name for name in _RUNNING_SUMS if getattr(present.get(name), "shape", None) == (1,)}
     present = {name: x for name, x in present.items() if name not in cut} or present
+    names = [*present, *([] if axes is None else ["position_ids"])]
+    if parents is not None and names != ["packed_seq_lengths"]:
+        raise InputError(f"parents come with {', '.join(names) or 'nothing'}; give packed_seq_lengths alone")
     if not present:
         for name, value in max_lengths.items():
             raise InputError(
@@ -154,7 +162,7 @@ def describe_row(
             )
         return None
     has_row_mask = isinstance(attention_mask, Tensor) and attention_mask.shape == shape
-    others = {"attention_mask": attention_mask if has_row_mask else None, "axes": axes}
+    others = {"attention_mask": attention_mask if has_row_mask else None, "axes": axes, "parents": parents}
     host = copy_to_host(present | {name: value for name, value in others.items() if value is not None})
     for name in ("seq_idx", "position_ids"):
         if name in host:
@@ -177,6 +185,8 @@ def describe_row(
         documents[first] = _drop_padding(first, documents[first], real)
     rows = _check_agreement(documents, max_lengths)
     row = _build_row(rows, positions, shape, device)
+    if parents is not None:
+        return _add_parents(row, rows, host["parents"])
     return row if axes is None else add_axes(row, host["axes"])
 
 
@@ -212,6 +222,13 @@ def _read_whole(name: str, values: object, remedy: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
+def _read_rows(name: str, values: Any, remedy: str) -> list[np.ndarray]:
+    """Return the whole numbers of every row; a list that is not nested is that of one row."""
+    has_items = (isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0) and len(values) > 0
+    is_nested = has_items and bool(getattr(values[0], "ndim", isinstance(values[0], Sequence)))
+    return [_read_whole(name, row, remedy) for row in (values if is_nested else [values])]
+
+
 def _broadcast_per_token(name: str, values: object, shape: tuple[int, int]) -> np.ndarray:
     """Broadcast whole numbers to `[B, T]`; one row may stand for all."""
     array = _read_whole(name, values, "give one whole number a token")
@@ -239,9 +256,7 @@ def _read_documents(name: str, values: Any, shape: tuple[int, int], has_mask: bo
             raise InputError(f"{name} is {cu[:8].tolist()} for {list(shape)} tokens; {remedy}")
         return [[length for length in np.diff(cu).tolist() if length]]
     remedy = "give the length of each document"
-    has_items = (isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0) and len(values) > 0
-    is_nested = has_items and bool(getattr(values[0], "ndim", isinstance(values[0], Sequence)))
-    rows = [_read_whole(name, row, remedy) for row in (values if is_nested else [values])]
+    rows = _read_rows(name, values, remedy)
     if name == "seq_lengths" and shape[0] == 1:  # of several examples, joined to one row
         rows = [np.concatenate([row.reshape(-1) for row in rows])]
     elif name == "seq_lengths" and rows[0].shape == shape[:1] and has_mask:
@@ -324,6 +339,30 @@ def _build_row(
         restarting = np.where(np.repeat(is_padding, lengths), restarting, positions.reshape(-1))
         _check_range(restarting)
     return PackedRow(tuple(lengths), tuple(is_padding), restarting, shape, device)
+
+
+def _add_parents(row: PackedRow, rows: list[list[int]], parents: object) -> PackedRow:
+    """Return the row whose documents continue others; `rows` are the document lengths row by row."""
+    by_row = _read_rows("parents", parents, "give one whole number a document, -1 for none")
+    if len(by_row) != len(rows):
+        raise InputError(f"parents describe {len(by_row)} rows of {len(rows)}; give one list a row")
+    all_parents: list[int] = []
+    for number, (own, lengths) in enumerate(zip(by_row, rows, strict=True)):
+        where, n = f"parents of row {number}", len(lengths)
+        if own.shape != (n,):
+            raise InputError(f"{where} are {own.size} for {n} documents; give one a document, -1 for none")
+        if (unknown := np.flatnonzero((own < -1) | (own >= n))).size:
+            document = unknown[0]
+            raise InputError(f"{where}: document {document} continues {own[document]}; give -1 to {n - 1}")
+        if (wrong := find_misplaced(own.tolist())) is not None:
+            problem = f"{where}: document {wrong} does not follow {own[wrong]}, which it continues"
+            raise InputError(f"{problem}; put a document's branches directly behind it")
+        first = len(all_parents)
+        all_parents += [parent + first if parent >= 0 else -1 for parent in own.tolist()]
+        all_parents += [-1] * (sum(lengths) < row.shape[1])  # the padding
+    positions = row.positions + np.repeat(count_tokens_above(row.lengths, all_parents), row.lengths)
+    _check_range(positions)
+    return replace(row, parent=tuple(all_parents), positions=positions, _built={})
 
 
 def _check_range(positions: np.ndarray) -> None:

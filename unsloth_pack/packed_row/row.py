@@ -175,8 +175,8 @@ class PackedRow:
         return ends
 
     @cached_property
-    def predictors(self) -> Tensor:
-        """Return `[N]` int64: whose output predicts the token behind each token of the row.
+    def predictors(self) -> np.ndarray:
+        """Return `[N]` int64 on the host: whose output predicts the token behind each token of the row.
 
         It is the token itself, but before a branch the last token of the branch's parent.
         """
@@ -184,7 +184,14 @@ class PackedRow:
         for segment, parent in enumerate(self.parent or ()):
             if parent >= 0:
                 predictors[self.starts[segment] - 1] = self.starts[parent] + self.lengths[parent] - 1
-        return self.upload(predictors)
+        return predictors
+
+    def before_next_token(self, hidden_BTC: Tensor) -> Tensor:
+        """Return `[B, T, C]` with the hidden states of `predictors` in place of each token's own."""
+        if self.parent is None:
+            return hidden_BTC
+        on_device = self.once("predictors", lambda: self.upload(self.predictors))
+        return hidden_BTC.flatten(0, 1)[on_device].view(hidden_BTC.shape)  # its backward sums in order
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -237,6 +244,12 @@ class PackedRow:
     def predicted_unscored(self) -> np.ndarray:
         """Return the `unscored_places` that a token before them predicts: not column 0 of `[B, T]`."""
         return self.unscored_places[self.unscored_places % self.shape[1] != 0]
+
+    @cached_property
+    def places_before_others(self) -> np.ndarray:
+        """Return the tokens, int64 on the host, whose output does not predict the token behind them."""
+        before_branches = np.flatnonzero(self.predictors != np.arange(self.n_tokens))
+        return np.concatenate([self.predicted_unscored - 1, before_branches])
 
     @cached_property
     def places_before_unscored(self) -> np.ndarray:

@@ -102,13 +102,25 @@ def _new(fast: type, original: type) -> object:
 class Patch:
     """A patch on a model. `undo()` takes it off; as a context manager, leaving the context does."""
 
-    def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attn_backend: str,
+        unpad: bool,
+        share_prefixes: bool,
+        why_no_branches: str | None,
+        report: PatchReport,
+    ):
         self.attn_backend = attn_backend
-        self.unpad = unpad
+        self.unpad, self.share_prefixes = unpad, share_prefixes
+        self.why_no_branches = why_no_branches
         why_never = None if unpad else "unpad=False"
         if unpad and isinstance(model, _SCORE_PADDING):
             why_never = f"a {type(model).__name__} scores every place of a row, padding too"
-        self.unpadding = Unpadding(why_never, isinstance(model, GenericForSequenceClassification))
+        why_no_sharing = why_no_branches if share_prefixes else "share_prefixes=False"
+        self.unpadding = Unpadding(
+            why_never, isinstance(model, GenericForSequenceClassification), why_no_sharing
+        )
         self._report = report
         self._model = model
         self._decoder = model.get_decoder()
@@ -191,7 +203,9 @@ class Patch:
         self.undo()
 
 
-def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True) -> Patch:
+def patch_model(
+    model: nn.Module, attn_backend: str = "auto", unpad: bool = True, share_prefixes: bool = True
+) -> Patch:
     """Patch a transformers model: it takes packed rows, and its layers run fused where they can.
 
     Args:
@@ -200,6 +214,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
             environment variable `UNSLOTH_PACK_ATTN` overrides it.
         unpad: run a padded batch as a packed row, without its padding, in training and wherever no cache is
             built.
+        share_prefixes: compute the tokens once with which several rows of such a batch begin, as answers to
+            one prompt do, where that saves a sixteenth of its tokens or more.
 
     Returns:
         The patch, with its `report` and `undo()`. A patched model is patched anew.
@@ -210,8 +226,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         InputError: the documents of a packed row could not be kept apart in this model; another patch is in
             force on a part of it, which two models share.
     """
-    if not isinstance(unpad, bool):
-        raise InputError(f"unpad is {unpad!r}; give True or False")
+    for name, value in (("unpad", unpad), ("share_prefixes", share_prefixes)):
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}; give True or False")
     base = _unwrap_peft(model)
     decoder = base.get_decoder()
     spec = arch_spec_for(decoder.config.model_type)
@@ -234,8 +251,11 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     parts = DecoderParts.from_decoder(decoder, spec, choices)
     refuse_own_code([*parts.norms, *(mlp for _, mlp, named in parts.mlps if named is not None)])
     refuse_own_code(experts for _, experts, gate in parts.experts if gate is not None)
-    patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
-    _swap_decoder(patch, base, decoder, parts, spec, choices, backend)
+    tables = rotary_tables(decoder, spec)
+    why_no_branches = _why_no_branches(parts, tables)
+    report = build_report(spec, base, parts, choices)
+    patch = Patch(base, attn_backend, unpad, share_prefixes, why_no_branches, report)
+    _swap_decoder(patch, base, decoder, parts, spec, choices, backend, tables)
     if base is not decoder and base.get_output_embeddings() is not None:
         vision_spec = vision_spec_for(base.config.model_type)
         _swap_causal_lm(patch, base, decoder, spec, vision_spec)
@@ -263,6 +283,7 @@ def _swap_decoder(
     spec: ArchSpec,
     choices: Sequence[Choice],
     backend: str,
+    tables: dict[str | None, RotaryTables],
 ) -> None:
     plan = GateAndUpPlan(parts.count_gate_features(decoder.config))
 
@@ -293,7 +314,6 @@ def _swap_decoder(
         patch.swap(lora, FastLoraLinear)
     for lora in parts.expert_loras:
         patch.swap(lora, FastExpertsLora)
-    tables = rotary_tables(decoder, spec)
     why_never = _why_never_captured(decoder, parts, tables, choices)
     graphs = StepGraphs(why_never, all(choice.room_is_free for choice in choices))
     patch.swap(
@@ -306,6 +326,7 @@ def _swap_decoder(
         step_graphs=graphs,
         gate_and_up_plan=plan,
         unpadding=patch.unpadding,
+        why_no_branches=patch.why_no_branches,
         leak_probe=DecoderProbe(patch.report.attn_backend),
         kernels_are_compiled=False,
         has_checked_trained_weights=False,
@@ -363,6 +384,15 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
             raise InputError(
                 f"{name or type(base).__name__} is patched already, in another model; undo that patch first"
             )
+
+
+def _why_no_branches(parts: DecoderParts, tables: dict[str | None, RotaryTables]) -> str | None:
+    """Return why no segment of a row may continue another in this model, or None."""
+    if not all(mixer.takes_branches for mixer, *_ in parts.mixers):
+        return "a layer carries a state from token to token"
+    if not all(table.is_static for table in tables.values()):
+        return "the rotary embedding depends on the length of a document"
+    return None
 
 
 def _why_never_captured(

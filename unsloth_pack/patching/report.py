@@ -134,6 +134,10 @@ def report_changes(report: PatchReport, model: PreTrainedModel, unpadding: Unpad
     fused = None if why else "taken out of batches in training, and where no cache is made"
     padded = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
     report.record("padding", fused, why or padded)
+    why = why or unpadding.why_no_sharing
+    fused = f"computed once for rows that begin alike, {unpadding.shared_tokens:,} of {unpadding.tokens:,} tokens so far saved"
+    unshared = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.unshared.items())
+    report.record("prefixes", None if why else fused, why or unshared)
 
 
 def _report_layers(report: PatchReport, kind: str, reasons: Counter[str | None], how: str) -> None:

@@ -192,6 +192,7 @@ class AttentionMixer(Mixer):
 
     attribute = "self_attn"
     forward: type[nn.Module] = FastAttention
+    takes_branches = True
     known_names = """
         config layer_idx layer_type attention_type hidden_size head_dim num_heads num_attention_heads
         num_key_value_heads num_key_value_groups scaling is_causal attention_dropout residual_dropout

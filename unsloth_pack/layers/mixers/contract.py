@@ -45,6 +45,7 @@ class Mixer(ABC):
     # The class that replaces transformers'. Its forward takes the layer's `hidden_states [B, T, C]`,
     # `position_embeddings` and `packed_row` (None for an ordinary batch), and returns what transformers' does
     forward: type[nn.Module]
+    takes_branches = False  # a segment may continue another: its `forward` reads nothing else of documents
     known_names: str  # parameters, submodules and attributes that `forward` accounts for
 
     @abstractmethod
