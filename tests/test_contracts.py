@@ -46,6 +46,7 @@ class MeanMixer:
     """A `Mixer`, of layers whose type is "mean"."""
 
     attribute = "mean"
+    takes_branches = False
     forward = FastMean
 
     def choose(self, module, spec, request):

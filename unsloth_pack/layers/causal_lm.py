@@ -35,6 +35,7 @@ from unsloth_pack.losses.head import (
     why_head_not_fused,
     why_loss_not_fused,
 )
+from unsloth_pack.losses.prepared import PreparedLoss, StepInputs
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import CountedParameters, no_compile
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
@@ -58,7 +59,7 @@ class FastCausalLM(CountedParameters):
     is_wrapper: bool  # a model around a text model, as of vision and language
     logit_divisor: float
     logit_softcap: float | None
-    training_loss: Loss
+    training_loss: Loss | PreparedLoss
     has_checked_boundary_labels: bool
 
     @ForwardSlot
@@ -172,6 +173,9 @@ class FastCausalLM(CountedParameters):
                 inputs["input_ids"] = inputs["input_ids"].masked_fill(is_placeholder, padding)
         return self.fast_decoder(**inputs, packed_row=call.described, **call.rest | {"return_dict": True})
 
+    def encode_once(self, call: ForwardCall) -> None:
+        """Compute what a second pass of this model over a call would compute again: frozen images."""
+
     def _is_unchanged(self, call: ForwardCall) -> bool:
         """Return whether a call runs through the model around a text model unchanged, perhaps with images."""
         return self.is_wrapper and call.described is None
@@ -186,28 +190,35 @@ class FastCausalLM(CountedParameters):
     def _takes_fused_loss(
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> bool:
-        """Return whether a call is a training step whose loss can be computed with the head.
+        """Return whether a call is a step whose loss can be computed with the head.
 
-        That of labels in branches has to be, in every call: see `PackedRow.before_next_token`.
+        A loss that is prepared has to be, in every call, and so has that of labels in branches: see
+        `PackedRow.before_next_token`.
         """
-        is_step = self.training and torch.is_grad_enabled()
-        if step_labels.labels is None or not (is_step or call.has_branches):
+        is_training = self.training and torch.is_grad_enabled()
+        has_to_be = call.has_branches or isinstance(self.training_loss, PreparedLoss)
+        if step_labels.labels is None or not (is_training or has_to_be):
             return False
+        why_not = self._why_needs_logits(call, logits_to_keep) or why_loss_not_fused(self)
+        if why_not is None:
+            return True
+        if self.training_loss is not cross_entropy:
+            raise InputError(f"training_loss needs the head: {why_not}; set it back to cross_entropy")
+        call.refuse_branches(why_not)
+        return False
+
+    def _why_needs_logits(self, call: ForwardCall, logits_to_keep: int | Tensor) -> str | None:
+        """Return why a call has to compute logits, or None."""
         return_dict = call.rest.get("return_dict")
         return_dict = getattr(self.config, "return_dict", None) if return_dict is None else return_dict
-        if return_dict is False or self._wants_router(call) or self._is_unchanged(call):
-            call.refuse_branches(
-                "return_dict=False and output_router_logits=True take their loss from logits"
-            )
-            return False
+        if return_dict is False:
+            return "return_dict is False"
+        if self._wants_router(call):
+            return "the routers' own loss is wanted"
+        if self._is_unchanged(call):
+            return "images may come with an unpacked batch"
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        why_not = why_loss_not_fused(self)
-        if why_not is not None and self.training_loss is not cross_entropy:
-            raise InputError(f"training_loss needs the head: {why_not}; set it back to cross_entropy")
-        if not keeps_all or why_not is not None:
-            call.refuse_branches(why_not or "logits_to_keep leaves logits out")
-            return False
-        return True
+        return None if keeps_all else "logits_to_keep is given"
 
     def _wants_router(self, call: ForwardCall) -> bool:
         """Return whether a call asks for the routers' logits, and so for their auxiliary loss."""
@@ -220,9 +231,12 @@ class FastCausalLM(CountedParameters):
         head = read_head(self)
         labelled = LabelledHead(head, step_labels.shift(), step_labels.ignore_index)
         self._warm_up_kernels(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
+        loss_of = self.training_loss
+        if isinstance(loss_of, PreparedLoss):
+            loss_of = loss_of.prepare(StepInputs(self, call, labelled))
         decoded = self.run_decoder(call)
         hidden_BTC = call.before_next_token(decoded.last_hidden_state)
-        loss = self.training_loss(labelled, hidden_BTC, call.row, step_labels.num_items)
+        loss = loss_of(labelled, hidden_BTC, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
 
     def _warm_up_kernels(self, call: ForwardCall, loss_of: Callable[[Tensor], Tensor]) -> None:

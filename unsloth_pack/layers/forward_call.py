@@ -162,6 +162,7 @@ class ForwardCall:
     inputs: dict[str, Any]  # the decoder's named arguments
     rest: dict[str, Any]  # the others; neither the row's nor the loss's
     images: Any = None  # pixels and grids that were taken out of `rest`
+    features: Any = None  # the tower's output for them, if it is there before the decoder runs
     checks: list[DeferredCheck] = field(default_factory=list)  # to run after the decoder
 
     @property

@@ -1,4 +1,4 @@
-"""Run a model as it was without its adapter, or as it was earlier: a teacher or reference of the same weights."""
+"""Run a model without its adapter, or as it was earlier: a teacher or reference of the same weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _OF_AN_ADAPTER = ("lora_", "modules_to_save", "trainable_tokens_")  # parts of t
 def base_model(model: nn.Module) -> Iterator[None]:
     """Leave out a model's adapters, trained tokens and trained copies of modules, inside this context.
 
-    Without gradients, fused layers stay fused: their outputs are bit for bit those of an adapter whose B is 0.
+    Without gradients, fused layers stay fused: their outputs are bit for bit those of adapters whose B is 0.
     PEFT's `disable_adapter` also walks over all weights, which takes 28 ms for 168 layers.
     """
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]

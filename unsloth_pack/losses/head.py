@@ -16,6 +16,7 @@ What the kernel cannot do as TRL does it (a head in float32) goes through TRL's 
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -36,7 +37,17 @@ from transformers.modeling_outputs import ModelOutput, MoeCausalLMOutputWithPast
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_cross_entropy, token_scores
+from unsloth_pack.kernels import (
+    Distillation,
+    ExtraLogits,
+    LabelledRows,
+    TeacherHead,
+    TokenScores,
+    TopLogProbs,
+    linear_cross_entropy,
+    linear_distillation,
+    token_scores,
+)
 from unsloth_pack.kernels.arguments import Field
 from unsloth_pack.lora.linear import why_not_fused
 from unsloth_pack.modules import GATHERED_BY_MODULE, has_hooks, is_gathered_by_module, is_managed_by_fsdp
@@ -100,6 +111,20 @@ class LabelledHead:
         """Sum minus the log-probabilities, over `num_items` or else over the number of labels."""
         return self._call(linear_cross_entropy, hidden_BTC, num_items=num_items)
 
+    def distil(self, hidden_BTC: Tensor, teacher: TeacherHead | TopLogProbs, **options: Any) -> Distillation:
+        """Compare with a teacher's predictions for the same tokens, see `linear_distillation`."""
+        return self._call(linear_distillation, hidden_BTC, teacher=teacher, **options)
+
+    def with_head(self, head: Head) -> "LabelledHead":
+        """Return another model's head with the same labels."""
+        other = copy.copy(self)
+        other.head = head
+        return other
+
+    def as_teacher(self, hidden_BTC: Tensor) -> TeacherHead:
+        """Return the head with hidden states as a teacher."""
+        return self._call(_teacher_head, hidden_BTC)
+
     def _call(self, kernel: Callable[..., T], hidden_BTC: Tensor, **options: object) -> T:
         head = self.head
         hidden_BTC = hidden_BTC.to(head.weight.device)
@@ -108,6 +133,10 @@ class LabelledHead:
         of_head = {"bias": head.bias, "softcap": head.softcap, "scale": 1 / head.divisor}
         extra = None if head.extra is None else head.extra(hidden_BTC)
         return kernel(hidden_BTC, head.weight, self._labelled, **of_head, extra=extra, **options)
+
+
+def _teacher_head(hidden: Tensor, weight: Tensor, labels: LabelledRows, **of_head: Any) -> TeacherHead:
+    return TeacherHead(hidden, weight, **of_head)
 
 
 # `model.training_loss(labelled, hidden_BTC, row, num_items)`: the loss of a training step, a number, from the

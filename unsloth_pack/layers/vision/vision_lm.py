@@ -290,10 +290,19 @@ class FastVisionLM(FastCausalLM):
             self._put_images_in(call, call.images)
         return super().run_decoder(call)
 
+    def encode_once(self, call: ForwardCall) -> None:
+        if call.images is None or call.features is not None:
+            return
+        parts = [
+            self.base_model.get_submodule(p) for p in (self.vision_spec.tower, *self.vision_spec.aligner)
+        ]
+        if not any(weight.requires_grad for part in parts for weight in part.parameters()):
+            call.features = encode_images(self.base_model, self.vision_spec, call.images)
+
     def _put_images_in(self, call: ForwardCall, images: Images) -> None:
         """Replace the token ids of a call by embeddings that hold its images."""
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
-        features = encode_images(self.base_model, spec, images)
+        features = call.features or encode_images(self.base_model, spec, images)
         if images.is_dummy:
             features = features.empty()
         elif spec.grid is None:

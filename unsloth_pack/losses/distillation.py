@@ -1,0 +1,86 @@
+"""Learn from a teacher beside the labels: the base model, another model, or what one stored."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import Distillation, TeacherHead, TopLogProbs
+from unsloth_pack.kernels.arguments import Divergence
+from unsloth_pack.losses.head import LabelledHead, Loss
+from unsloth_pack.losses.prepared import StepInputs
+from unsloth_pack.packed_row.row import PackedRow
+
+TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"  # arguments of a model's call
+Teacher = Callable[[StepInputs], TeacherHead | TopLogProbs]
+
+
+def model_teacher(
+    inputs: StepInputs,
+    model: Any = None,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> TeacherHead:
+    """Run a patched model, or the one that trains, on the row of a step inside a context: a `Teacher`."""
+    with within():
+        labelled, hidden_BTC = inputs.run(inputs.model if model is None else model)
+        return labelled.as_teacher(hidden_BTC)
+
+
+def stored_teacher(inputs: StepInputs) -> TopLogProbs:
+    """Take a teacher's predictions `[B, T, K]` out of a model's call: a `Teacher`.
+
+    `teacher_ids` and `teacher_log_probs` of a token predict the next one.
+    """
+    ids, log_probs = map(inputs.take, (TEACHER_IDS, TEACHER_LOG_PROBS))
+    if ids is None or log_probs is None:
+        raise InputError(f"a stored teacher needs {TEACHER_IDS} and {TEACHER_LOG_PROBS}; give both")
+    shape, device = inputs.labelled.mask.shape, inputs.labelled.mask.device
+    if ids.shape != log_probs.shape or ids.shape[:-1] != shape:
+        problem = f"{TEACHER_IDS} are {[*ids.shape]}, {TEACHER_LOG_PROBS} {[*log_probs.shape]}"
+        raise InputError(f"{problem}; give {[*shape]} and the number of tokens")
+    return TopLogProbs(ids.to(device), log_probs.to(device))
+
+
+@dataclass
+class DistillationLoss:
+    """A `PreparedLoss`: ce_weight * cross-entropy + kl_weight * divergence from a teacher, by token.
+
+    Args: as for `linear_distillation`.
+
+    Attributes:
+        scores: those of the last step, by token.
+    """
+
+    teacher: Teacher
+    divergence: Divergence = "forward_kl"
+    kl_weight: float = 0.1
+    ce_weight: float = 1.0
+    temperature: float = 1.0
+    scores: Distillation | None = field(default=None, init=False)
+
+    def prepare(self, inputs: StepInputs) -> Loss:
+        """Run the teacher."""
+        return partial(self._compare, self.teacher(inputs))
+
+    def _compare(
+        self,
+        teacher: TeacherHead | TopLogProbs,
+        labelled: LabelledHead,
+        hidden_BTC: Tensor,
+        row: PackedRow | None,
+        num_items: Tensor | float | None,
+    ) -> Tensor:
+        weights = {"kl_weight": self.kl_weight, "ce_weight": self.ce_weight}
+        self.scores = labelled.distil(
+            hidden_BTC,
+            teacher,
+            divergence=self.divergence,
+            temperature=self.temperature,
+            num_items=num_items,
+            **weights,
+        )
+        return self.scores.loss
