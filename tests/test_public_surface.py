@@ -31,6 +31,7 @@ VisionDataCollator: model processor max_seq_length=None
 FastLanguageModel.for_inference: model
 FastLanguageModel.for_training: model
 patch_model: model attn_backend='auto'
+pool_documents: hidden_states packed_seq_lengths how='last'
 supported_architectures:
 patching.patch.Patch.undo: self
 packing.pack_sequences: sequences max_length pad_token_id strategy='next_fit' return_boundaries=False

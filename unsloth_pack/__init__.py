@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unsloth_pack.api import FastLanguageModel, FastModel, is_bfloat16_supported
     from unsloth_pack.errors import BackendUnavailable, InputError, LeakFound, UnsupportedArchitecture
+    from unsloth_pack.losses.pooling import pool_documents
     from unsloth_pack.models import supported_architectures
     from unsloth_pack.patching.patch import patch_model
     from unsloth_pack.training.notebooks import (
@@ -33,6 +34,7 @@ __all__ = [
     "VisionDataCollator",
     "is_bfloat16_supported",
     "patch_model",
+    "pool_documents",
     "probe",
     "supported_architectures",
     "verify",
@@ -41,6 +43,7 @@ __all__ = [
 _NAMES = {
     "api": ("FastLanguageModel", "FastModel", "is_bfloat16_supported"),
     "errors": ("BackendUnavailable", "InputError", "LeakFound", "UnsupportedArchitecture"),
+    "losses.pooling": ("pool_documents",),
     "models": ("supported_architectures",),
     "patching.patch": ("patch_model",),
     "training.notebooks": ("SFTConfig", "SFTTrainer", "UnslothTrainer", "UnslothTrainingArguments"),
