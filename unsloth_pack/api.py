@@ -13,8 +13,10 @@ from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack.checkpoints.loading import (
+    check_classifies,
     check_loading,
     check_loftq,
     check_positions,
@@ -25,6 +27,7 @@ from unsloth_pack.checkpoints.loading import (
     match_vocabulary,
     own_device,
     quantization,
+    read_classes,
     refuse_stored_quantised,
     split_config,
     take_file_options,
@@ -105,8 +108,10 @@ class FastLanguageModel:
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
             token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
-                `unpad` and `share_prefixes` are passed to `patch_model`. Unsloth's own arguments are accepted
-                where they change nothing, such as `fast_inference=False`, and refused otherwise.
+                `num_labels` gives it a head that answers once per document, as in transformers'
+                `AutoModelForSequenceClassification`. `unpad` and `share_prefixes` are passed to
+                `patch_model`. Unsloth's own arguments are accepted where they change nothing, such as
+                `fast_inference=False`, and refused otherwise.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -123,19 +128,24 @@ class FastLanguageModel:
         _let_segments_grow()
         dtype = weight_dtype(dtype, full_finetuning)
         source, adapter = find_model(model_name)
+        if adapter is not None:
+            hf_kwargs = read_classes(adapter) | hf_kwargs
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         take(LOADING, hf_kwargs, "from_pretrained", is_all=False)
         hub |= take_file_options(hf_kwargs)
         unpad, share_prefixes = (hf_kwargs.pop(name, True) for name in ("unpad", "share_prefixes"))
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
+        is_classifier = "num_labels" in hf_kwargs
         config, for_weights = split_config(source, **hub, **hf_kwargs)
+        if is_classifier:
+            check_classifies(config)
         text_config = config.get_text_config()
         arch_spec_for(text_config.model_type)
         refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         check_positions(max_seq_length, model_name, text_config)
         tokenizer_source = tokenizer_folder(model_name)
         tokenizer = load_tokenizer(tokenizer_source, **hub)
-        for_weights |= hub | files | {"config": config, "dtype": dtype}
+        for_weights |= hub | files | {"config": config, "dtype": dtype, "is_classifier": is_classifier}
         unquantised = list_unquantised_modules(config)
         quantised = quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
         placed = own_device() if device_map in (None, "sequential") else device_map  # Unsloth's default
@@ -236,7 +246,8 @@ class FastLanguageModel:
         set_seed(random_state)
         patch = patch_of(model)
         patch_options = () if patch is None else (patch.attn_backend, patch.unpad, patch.share_prefixes)
-        fields: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": r, "bias": bias, "use_dora": use_dora}
+        task = "SEQ_CLS" if isinstance(model, GenericForSequenceClassification) else "CAUSAL_LM"
+        fields: dict[str, Any] = {"task_type": task, "r": r, "bias": bias, "use_dora": use_dora}
         fields |= {"lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "use_rslora": use_rslora}
         fields["modules_to_save"] = modules_to_save
         if loftq_config:

@@ -20,9 +20,11 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -32,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.checkpoints.names import GGUF, check_model_there, is_adapter
+from unsloth_pack.checkpoints.names import GGUF, MODEL_CONFIG, check_model_there, is_adapter
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks
@@ -145,15 +147,18 @@ def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> Any:
+def load_model(
+    source: str, *, use_safetensors: bool = True, is_classifier: bool = False, **options: Any
+) -> Any:
     """A causal model with all of its weights, each finite and of the shape that its configuration gives.
 
-    InputError where they are not. With `use_safetensors=False` pickled weights are taken too.
+    InputError where they are not. With `use_safetensors=False` pickled weights are taken too. A classifier
+    has a head for documents in place of that for tokens, which its files may lack.
     """
     if os.path.isdir(source):
         check_files(source, "model", use_safetensors)
     model, found = load_with(
-        auto_class(options.get("config")),
+        AutoModelForSequenceClassification if is_classifier else auto_class(options.get("config")),
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
@@ -163,11 +168,11 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
         shapes = f"is {list(in_file)}, and config.json makes it {list(in_model)}"
         raise InputError(f"cannot load {source}: weight {name} {shapes}; download the model again")
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(found["missing_keys"] - ({"score.weight"} if is_classifier else set())):
         lack = f"its files lack {len(missing)} weights, {missing[0]} among them"
         raise InputError(f"cannot load {source}: {lack}; correct config.json, or download the model again")
     refuse_not_finite(model, f"cannot load {source}")
-    if type(model.generation_config) is GenerationConfig:
+    if type(getattr(model, "generation_config", None)) is GenerationConfig:
         model.generation_config.__class__ = _AlwaysSaved
     return model
 
@@ -180,6 +185,20 @@ class _AlwaysSaved(GenerationConfig):
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
         super().validate(user_set_attributes=user_set_attributes)
+
+
+def read_classes(adapter: str) -> dict[str, Any]:
+    """Return `num_labels` and the names of classes, which stand beside the adapter of a classifier."""
+    if not os.path.isfile(os.path.join(adapter, MODEL_CONFIG)):
+        return {}
+    config = load_config(adapter)
+    return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+
+
+def check_classifies(config: PretrainedConfig) -> None:
+    """Refuse a configuration for which transformers has no class that answers once per text."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or hasattr(config, "vision_config"):
+        raise InputError(f"transformers classifies no texts with a {config.model_type}; give another model")
 
 
 def auto_class(config: PretrainedConfig | None) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

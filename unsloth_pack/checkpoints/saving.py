@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from unsloth_pack.checkpoints.atomic import atomic_dir
@@ -157,6 +158,8 @@ def save_in_own_dtype(
 def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
     """PEFT's `save_pretrained`, which saves whole embeddings only if they have grown by rows of no adapter.
 
+    The configuration of a classifier is saved too: the names of its classes are there.
+
     PEFT would ask the hub how large the vocabulary of the base model is.
     """
     base = base_of(model)
@@ -167,6 +170,10 @@ def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -
         options.setdefault("save_embedding_layers", not is_in_adapter)
     PeftModel.save_pretrained(model, str(save_directory), **options)
     if options.get("is_main_process", True):
+        if isinstance(base, GenericForSequenceClassification):  # PEFT saves no names of classes
+            config = copy.deepcopy(base.config)
+            config.architectures = [type(base).__name__]
+            config.save_pretrained(save_directory)
         _correct_card(Path(save_directory, CARD), hasattr(base.config, "vision_config"))
 
 
@@ -209,7 +216,7 @@ def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     group_of = _layer_of if _shapes(by_layer) == _shapes(converted.items()) else lambda name: ""
     write_weights(folder, _convert_by(group_of, merged, convert), converted, SAVED_BY)
     config.save_pretrained(folder)
-    if base.generation_config is not None:
+    if getattr(base, "generation_config", None) is not None:
         base.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 

@@ -90,6 +90,7 @@ def _run(o: TrainOptions) -> int:
     model = build_model(
         *(o.model, o.adapter, o.images, o.training, config, tokenizer.new_tokens),
         has_images=data.images is not None,
+        labels=data.labels,
         folder=folder,
         is_resumed=o.output.resume,
     )

@@ -77,6 +77,13 @@ class DataOptions(Section):
     num_proc: t.Count | None = None
     train_on_responses_only: bool = False
 
+    task: Literal["classify"] | None = None
+    """what is learned of a document: classify is its label, by a head that answers once per document
+    (default: its text)"""
+    label_column: str | None = None
+    """NAME: with task classify, the column of the labels, whole numbers or names, beside that of the text
+    (default: label)"""
+
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate on."""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -268,6 +268,29 @@ class Encoder:
             tokenizer_kwargs={"verbose": False},
             **options,
         )
+
+
+class LabelEncoder(Encoder):
+    """Encodes texts that have one class each, which stands at their last token.
+
+    A text is encoded as the tokenizer alone does it, without an EOS: so it is when the model classifies.
+    """
+
+    def __init__(self, *args: Any, classes: np.ndarray, **options: Any):
+        super().__init__(*args, **options)
+        self._classes = classes  # `[rows]` of the data set
+
+    def _ended(self, text: str) -> str:
+        return text
+
+    def __call__(self, batch: Columns, numbers: range) -> Encoded:
+        encoded = super().__call__(batch, numbers)
+        has_tokens = encoded.kept > 0
+        labels = np.full_like(encoded.ids, IGNORE_INDEX)
+        last = np.cumsum(encoded.kept)[has_tokens] - 1
+        labels[last] = self._classes[numbers.start : numbers.stop][has_tokens]
+        counted = has_tokens.astype(np.int64)
+        return replace(encoded, labels=labels, masked=encoded.kept - counted, counted=counted)
 
 
 def marks_answers(chat_template: str) -> bool:

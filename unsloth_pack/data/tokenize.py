@@ -32,8 +32,8 @@ from unsloth_pack.data.cache import (
     scan,
     spans_of,
 )
-from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
-from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, LabelEncoder
+from unsloth_pack.data.formats import Conversion, DataFormat
 from unsloth_pack.data.rows import IMAGES, update_with_images
 from unsloth_pack.data.token_counts import FILES, SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError
@@ -71,15 +71,19 @@ def documents_of(
     train_on_responses_only: bool | None = None,
     chat_template: str | None = None,
     num_proc: int | None = None,
+    classes: np.ndarray | None = None,
 ) -> Documents:
     """Token ids and labels of every row of a data set in any known format, as TRL's SFTTrainer makes them.
 
     Conversations go through the chat template. Text and string completions end with the end-of-sequence
     token. The loss is on the completion where there is a prompt, else on all tokens. Documents of a large
     data set lie in the data set cache. `train_on_responses_only` is None if nothing is trained on the rows,
-    `num_proc` for as many processes as there are cores.
+    `num_proc` for as many processes as there are cores. `classes`, one for each row, are learned in place of
+    the text.
     """
-    make = DocumentMaker(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
+    make = DocumentMaker(
+        dataset, tokenizer, max_length, train_on_responses_only, chat_template, classes=classes
+    )
     unused = make.conversion.unused_columns(str(tokenizer.chat_template or ""))
     return replace(made_by(make, num_proc), unused_columns=unused)
 
@@ -174,13 +178,21 @@ class DocumentMaker(SpanMaker):
         responses_only: bool | None,
         chat_template: str | None,
         numbers: range | None = None,
+        classes: np.ndarray | None = None,
     ):
         super().__init__(dataset, max_length, document_schema())
+        self._classes = classes
         has_template = bool(tokenizer.chat_template)
         self.conversion = Conversion(
             dataset, chat_template=has_template, responses_only=responses_only, numbers=numbers
         )
-        self._encode = Encoder(
+        if classes is not None and self.conversion.data_format is not DataFormat.TEXT:
+            raise InputError(
+                f"task classify reads a column text, and the rows are {self.conversion.data_format.value}; "
+                "name it with --columns NAME=text"
+            )
+        encoder = Encoder if classes is None else partial(LabelEncoder, classes=classes)
+        self._encode = encoder(
             tokenizer,
             self.conversion.columns,
             self.conversion.holds_turns,
@@ -193,7 +205,8 @@ class DocumentMaker(SpanMaker):
         of_tokenizer = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
         if of_tokenizer is None:
             return None
-        return [self.of_data, self.conversion.key, of_tokenizer, self.max_length]
+        classes = [] if self._classes is None else [hashlib.sha256(self._classes.tobytes()).hexdigest()]
+        return [self.of_data, self.conversion.key, of_tokenizer, self.max_length, *classes]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size, columns = self.batch_size, self.conversion.columns

@@ -35,7 +35,6 @@ from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 from unsloth_pack.patching import deferred_logging, parts
-from unsloth_pack.patching.deferred_logging import is_patched
 
 _CPU = torch.device("cpu")
 _COLUMN = "seq_lengths"
@@ -251,11 +250,11 @@ def get_grad_norm(
     return original(trainer, model, grad_norm=grad_norm)
 
 
-def why_not_flat(args: TrainingArguments, model: object) -> str | None:
+def why_not_flat(args: TrainingArguments, model: nn.Module | None) -> str | None:
     """Say why the optimizer of a run takes the weights one by one, or return None."""
     if not getattr(model, "peft_config", None) or getattr(model, "full_finetuning", False):
         return "all of the model trains, and a second copy of its gradients would take much memory"
-    if not is_patched(model):
+    if not has_fast_decoder(model):
         return "the model is not patched"
     if args.fsdp or args.deepspeed:
         return "they are sharded"

@@ -166,6 +166,8 @@ class ProgressCallback(TrainerCallback):
         if logs is None or name is None:
             return
         line = f"{name.replace('_', ' ')} {logs[name]:.4f}"
+        if "eval_accuracy" in logs:
+            line += f", accuracy {logs['eval_accuracy']:.1%}"
         self.progress.update(self.task, description=line)
         every = -(-state.max_steps // _LINES)
         if not self.console.is_terminal and (name == "eval_loss" or state.global_step % every == 0):

@@ -21,6 +21,8 @@ OF_AN_ADAPTER = (
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 _EVALUATION = ("eval_dataset", "eval_fraction")
+# What learning a label cannot be combined with: classes are known before the first row, and stay so
+_OF_TEXT_LEARNED = ("streaming", "train_on_responses_only", "init_adapter", "add_tokens", "fsdp", "deepspeed")
 # Options of which one at most may be given
 _ONE_OF = (
     *combinations(LOADED_IN, 2),
@@ -33,6 +35,7 @@ _ONE_OF = (
     *product(("effective_batch_size",), ("gradient_accumulation_steps", "keep_examples_per_update")),
     ("optimizer_in_backward", "keep_examples_per_update"),  # which may add up gradients of several steps
     *product(("freeze_llm",), _OF_THE_TEXT),
+    *product(("task",), _OF_TEXT_LEARNED),
 )
 # An option, and those of which it needs one
 _NEEDS = {
@@ -41,6 +44,7 @@ _NEEDS = {
     "keep_examples_per_update": ("sample_packing",),
     "streaming": ("max_steps",),  # a stream has no length
     "save_path": ("save_model",),
+    "label_column": ("task",),
     "eval_steps": _EVALUATION,
     "early_stopping_patience": _EVALUATION,
     "load_best_model_at_end": _EVALUATION,

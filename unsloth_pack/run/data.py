@@ -13,6 +13,7 @@ from unsloth_pack.config.options import DataOptions, ImageOptions, ModelOptions
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
+from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.streaming import DocumentStream, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
@@ -76,12 +77,14 @@ class TrainingData:
     Args:
         images: how the images of the rows are prepared; None where no row has any.
         saved_with_model: the tokenizer or processor to save beside the model.
+        labels: of the documents, where those are learned; None where the text is.
     """
 
     train: PreparedRows
     evaluation: PreparedRows | None
     images: ImagePreparation | None
     saved_with_model: Any
+    labels: Labels | None = None
 
 
 def build_data(
@@ -114,12 +117,20 @@ def build_data(
     if stream is not None and takes_images(model.model_name):
         rows += first_of_stream(stream.source)
     manifests = {folder: read_manifest(folder) for folder in (packs, eval_packs) if folder is not None}
+    labels = None
+    if data.task == "classify":
+        if packs is not None or eval_packs is not None:
+            raise InputError(
+                f"task is 'classify' and {packs or eval_packs} holds packed rows; give their text"
+            )
+        labels = Labels.of(data.label_column or "label", {each.data_set.name: each.rows for each in loaded})
+        config.padding_free = True  # whatever shares a batch shares a row
     source = init_adapter or model.model_name
     images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)
     if images is not None:
         _adapt_to_images(config, image_options)
 
-    builder = _Builder(model, data, tokenizer, config, images)
+    builder = _Builder(model, data, tokenizer, config, images, labels)
     evaluation = None
     if stream is not None:
         train = builder.stream(stream)
@@ -134,7 +145,7 @@ def build_data(
     elif eval_loaded:
         evaluation = builder.evaluation_rows(eval_loaded)
     beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
-    return TrainingData(train, evaluation, images, beside)
+    return TrainingData(train, evaluation, images, beside, labels)
 
 
 def _packs_in(named: Named) -> Path | None:
@@ -177,7 +188,9 @@ class _Builder:
         tokenizer: RunTokenizer,
         config: SFTConfig,
         images: ImagePreparation | None,
+        labels: Labels | None,
     ):
+        self._labels = labels
         self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
         self._tokenizer = tokenizer.tokenizer
         text: PretrainedConfig = load_config(find_model(model.model_name)[0]).get_text_config()
@@ -257,6 +270,7 @@ class _Builder:
             data.train_on_responses_only,
             data.num_proc,
             images=self._images,
+            labels=self._labels,
             **how,
         )
         documents = mixture.train

@@ -11,6 +11,7 @@ from unsloth_pack.checkpoints import loading
 from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer, read_new_tokens
 from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
+from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
 from unsloth_pack.data.sources import ChosenRows, DataSet
 from unsloth_pack.data.streaming import Place, RowSource, first_columns
@@ -99,11 +100,13 @@ def mixed_documents(
     eval_fraction: float | None = None,
     most: int | None = None,
     images: ImagePreparation | None = None,
+    labels: Labels | None = None,
 ) -> Mixture:
     """The documents of one or several data sets, each in its own format, see `prepare_documents`, `mix`.
 
     Args:
         images: how rows with images are prepared; None if there are none.
+        labels: of the documents, where those are learned.
 
     Raises:
         InputError: a row cannot be trained on; names the data set.
@@ -113,7 +116,7 @@ def mixed_documents(
         name = each.data_set.name
         try:
             documents = prepare_documents(
-                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
+                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images, labels
             )
             check_used(each.data_set.columns, documents.unused_columns)
         except InputError as error:
@@ -129,6 +132,7 @@ def prepare_documents(
     train_on_responses_only: bool | None = None,
     num_proc: int | None = None,
     images: ImagePreparation | None = None,
+    labels: Labels | None = None,
 ) -> Documents:
     """Tokenise rows of any known format.
 
@@ -136,7 +140,12 @@ def prepare_documents(
         train_on_responses_only: only responses carry loss; None if nothing is trained on the rows.
         num_proc: processes that share the rows; None for as many as there are cores.
         images: how images are prepared. The documents then have a column for them.
+        labels: of the documents, where those are learned in place of the text.
     """
+    if labels is not None:
+        texts = rows.remove_columns(labels.column) if labels.column in rows.column_names else rows
+        classes = labels.numbers(rows)
+        return documents_of(texts, tokenizer, max_length=max_length, num_proc=num_proc, classes=classes)
     if images is not None and holds_images(rows):
         return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
     documents = documents_of(

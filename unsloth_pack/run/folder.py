@@ -172,7 +172,7 @@ def _check_files(output: OutputOptions, folder: Path, may_replace: bool) -> Iter
     """Refuse a folder with files of another model or run, or of the names that a run writes."""
     begins, config, is_main = f"output_dir {str(folder)!r} holds", folder / RUN_CONFIG, is_main_process()
     in_the_way = next((name for name in _REPLACEABLE if os.path.lexists(folder / name)), None)
-    if holds_model(folder) and not (may_replace and _is_full_run(folder)):
+    if holds_model(folder) and not (may_replace and _leaves_config(folder)):
         yield InputError(f"{begins} a model; give another folder")
     elif not may_replace and is_main and (files := run_files(folder)):
         yield InputError(
@@ -206,6 +206,11 @@ def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
 def _is_full_run(folder: Path) -> bool:
     """Whether the model in `folder` is the result of a run with full tuning there."""
     return options_of_run(folder).get("tuning") == "full"
+
+
+def _leaves_config(folder: Path) -> bool:
+    """Whether the run in `folder` leaves a model's configuration there: with the model, or with classes."""
+    return _is_full_run(folder) or options_of_run(folder).get("task") is not None
 
 
 def _has_merged_base(folder: Path) -> bool:
@@ -293,7 +298,7 @@ def check_same_data(
 
 def run_files(folder: Path) -> list[Path]:
     """The files and folders that a run has left in `folder`."""
-    names = [*_RUN_FILES, *(model_files(folder) if _is_full_run(folder) else ())]
+    names = [*_RUN_FILES, *(model_files(folder) if _leaves_config(folder) else ())]
     names += [MERGED_BASE] if _has_merged_base(folder) else []
     return [folder / name for name in names if os.path.lexists(folder / name)] + _checkpoints(folder)
 

@@ -19,6 +19,7 @@ from unsloth_pack.checkpoints.saving import save_in_own_dtype
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import AdapterOptions, ImageOptions, ModelOptions, TrainingOptions
 from unsloth_pack.config.values import Recompute
+from unsloth_pack.data.labels import Labels
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.memory.checkpointing import enable_checkpointing
@@ -101,6 +102,7 @@ def build_model(
     new_tokens: Mapping[int, list[int]],
     *,
     has_images: bool,
+    labels: Labels | None,
     folder: Path,
     is_resumed: bool,
 ) -> Any:
@@ -116,6 +118,7 @@ def build_model(
             adapter,
             images if has_images else None,
             new_tokens,
+            labels=labels,
             checkpointing=training.use_gradient_checkpointing,
             folder=folder,
             is_resumed=is_resumed,
@@ -127,7 +130,7 @@ def build_model(
         assert patch is not None
         if training.no_probe:
             patch.skip_probe()
-        elif config.padding_free:
+        elif config.padding_free and labels is None:  # without a language model's head it probes itself
             probe(loaded, describe="trl")
     return loaded
 
@@ -138,6 +141,7 @@ def load_run_model(
     images: ImageOptions | None = None,
     new_tokens: Mapping[int, list[int]] | None = None,
     *,
+    labels: Labels | None = None,
     checkpointing: Recompute = False,
     folder: Path = Path(),
     is_resumed: bool = False,
@@ -145,6 +149,9 @@ def load_run_model(
     """Load the model, ready to train. A base with a merged adapter lies in the run's folder."""
     is_full, goes_on = adapter.tuning == "full", adapter.init_adapter and not adapter.merge_init_adapter
     loading = {**flat(model), "full_finetuning": is_full, "random_state": adapter.random_state}
+    if labels is not None:
+        loading |= {"num_labels": len(labels.names), "id2label": dict(enumerate(labels.names))}
+        loading["label2id"] = {name: number for number, name in enumerate(labels.names)}
     loaded: Any
     if adapter.merge_init_adapter:
         loaded = _load_merged_base(model, adapter, folder, is_resumed, **loading)

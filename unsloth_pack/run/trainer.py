@@ -13,6 +13,7 @@ from unsloth_pack.run.data import TrainingData
 from unsloth_pack.run.optimizer import arguments_of, check_optimizer, rates_of
 from unsloth_pack.run.sharding import sharding_arguments
 from unsloth_pack.training.checkpoints import EarlyStopping
+from unsloth_pack.training.classification import ClassificationTrainer
 from unsloth_pack.training.trainer import RunTrainer, make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
@@ -83,6 +84,7 @@ def build_trainer(
         data.train.rows,
         data.evaluation.rows if data.evaluation else None,
         [*own, *callbacks],
+        RunTrainer if data.labels is None else ClassificationTrainer,
         rates=rates_of(training, images),
         save_delay_steps=save_delay_steps,
         optimizer_in_backward=training.optimizer_in_backward,

@@ -149,7 +149,7 @@ def _check_model(options: TrainOptions) -> Iterator[InputError]:
 
 def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     """Refuse modules, rows and a rank that a model does not have, and options of images it does not take."""
-    from unsloth_pack.checkpoints.loading import check_positions, load_config
+    from unsloth_pack.checkpoints.loading import check_classifies, check_positions, load_config
     from unsloth_pack.run.trained import check_names_of_modules
 
     model, adapter = options.model, options.adapter
@@ -158,6 +158,8 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     yield from errors_of(check_positions, model.max_seq_length, model.model_name, config)
     if adapter.tuning != "full":
         yield from errors_of(require_whole, "r", adapter.r, 1, config.hidden_size)
+    if options.data.task == "classify":
+        yield from errors_of(check_classifies, whole)
     if not hasattr(whole, "vision_config"):
         yield from image_options_left_out(options.images, f"{model.model_name} takes no images")
     yield from check_names_of_modules(adapter, source)

@@ -22,18 +22,24 @@ class DocumentLosses:
         outputs: list[Any] = []
         with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
             yield
-        self._batches.append(_document_losses(outputs[0], inputs.get("position_ids")))
+        self._batches.append(self._of_batch(outputs[0], inputs))
 
     def means(self, rows: Dataset, prefix: str) -> dict[str, float]:
-        """Return `{prefix}_loss`, a mean over tokens, and `{prefix}_sample_loss`, over means of documents, of
-        all ranks. Batching, packing and the ranks do not change them."""
+        """Return `{prefix}_loss` and the like, of all ranks. Batching, packing and ranks change none."""
         by_rank = gather_object([[batch.cpu() for batch in self._batches]])
         in_order = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
         # If the ranks cannot share out the rows evenly, the first rows come again at the end.
         packed = "seq_lengths" in rows.column_names
         documents: list[Sized] = rows.with_format(None)["seq_lengths"] if packed else []
         n_documents = sum(map(len, documents)) if packed else len(rows)
-        sums, counts = torch.cat(in_order, dim=1)[:, :n_documents]
+        return self._means_of(torch.cat(in_order, dim=1)[:, :n_documents], prefix)
+
+    def _of_batch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
+        return _document_losses(outputs, inputs.get("position_ids"))
+
+    def _means_of(self, by_document: Tensor, prefix: str) -> dict[str, float]:
+        """Return `{prefix}_loss`, a mean over tokens, and `{prefix}_sample_loss`, over means of documents."""
+        sums, counts = by_document
         by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
         return {f"{prefix}_loss": float(by_token), f"{prefix}_sample_loss": float(by_document)}
 

@@ -82,6 +82,8 @@ class RunTrainer(SFTTrainer):
     Its parts do the work. It logs through the hooks that a patch installs on `SFTTrainer`, with `RunLogging`.
     """
 
+    losses_of_evaluation = DocumentLosses
+
     def __init__(
         self,
         *,
@@ -289,7 +291,7 @@ class RunTrainer(SFTTrainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        self._document_losses = DocumentLosses()
+        self._document_losses = self.losses_of_evaluation()
         output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
@@ -347,9 +349,10 @@ def make_trainer(
     train_rows: Dataset | RowStream,
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
+    kind: type[RunTrainer] = RunTrainer,
     **options: Any,
 ) -> RunTrainer:
-    """Make a `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
+    """Make a trainer over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
     has_images = options.get("image_rows") is not None
     dataset: Any = train_rows
@@ -361,7 +364,7 @@ def make_trainer(
     untrue = (*UNTRUE, UNTRUE_OF_PACKS) if "seq_lengths" in dataset.column_names else UNTRUE
     trl = silenced("trl.trainer.sft_trainer", *untrue)
     with trl, adapted_head_allowed(model), kept_in_own_dtype(model):
-        trainer = RunTrainer(
+        trainer = kind(
             model=model,
             args=config,
             train_dataset=dataset,

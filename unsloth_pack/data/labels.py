@@ -1,0 +1,86 @@
+"""Labels of whole documents: the classes that a column names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.data.cache import scan
+from unsloth_pack.data.rows import fail
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+_ROWS = 10_000  # read at a time
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes of the documents that a run trains on, in the order of the model's outputs."""
+
+    column: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, column: str, data_sets: Mapping[str, datasets.Dataset]) -> Labels:
+        """Find the classes in a column of data sets, whose names errors tell.
+
+        They stand in the order of their numbers or of the alphabet, or in that of a `ClassLabel`.
+
+        Raises:
+            InputError: no such column, a label that is missing or no class, or less than two classes.
+        """
+        names: dict[str, None] = {}
+        for data_set, rows in data_sets.items():
+            if column not in rows.column_names:
+                there = ", ".join(rows.column_names)
+                raise InputError(f"{data_set}: no column {column!r} among {there}; give --label_column")
+            try:
+                names |= dict.fromkeys(sorted({*_names_in(rows, column)}, key=_order))
+                names = dict.fromkeys(getattr(rows.features[column], "names", names)) | names
+            except InputError as error:
+                raise InputError(f"{data_set}: {error}") from None
+        if len(names) < 2:
+            raise InputError(f"label_column {column!r} holds {len(names)} label; give data with two or more")
+        return cls(column, tuple(names))
+
+    def numbers(self, rows: datasets.Dataset) -> np.ndarray:
+        """Return `[rows]` int32: the class of each row.
+
+        Raises:
+            InputError: a label that the training data has not.
+        """
+        if self.column not in rows.column_names:
+            raise InputError(f"no column {self.column!r} among {', '.join(rows.column_names)}; add it")
+        numbers = {name: number for number, name in enumerate(self.names)}
+        names = _names_in(rows, self.column)
+        for index, name in enumerate(names):
+            if name not in numbers:
+                known = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
+                fail(index, self.column, f"not in the training data ({known})", name, "correct or remove it")
+        return np.array([numbers[name] for name in names], np.int32)
+
+
+def _names_in(rows: datasets.Dataset, column: str) -> list[str]:
+    """The name of each row's class."""
+    of_numbers = getattr(rows.features[column], "names", None)
+    values: list[Any] = []
+    for table in scan(rows, [column], _ROWS):
+        values += table[column].to_pylist()
+    names = []
+    for index, value in enumerate(values):
+        if value is None or (of_numbers and value < 0):  # -1 stands for none
+            fail(index, column, "no label", value, "add it or remove the row")
+        if not isinstance(value, str | int):
+            fail(index, column, "no class", value, "give whole numbers or names")
+        names.append(of_numbers[value] if of_numbers else str(value))
+    return names
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    is_number = name.removeprefix("-").isdecimal()
+    return not is_number, int(name) if is_number else 0, name
