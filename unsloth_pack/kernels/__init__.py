@@ -1,6 +1,7 @@
 """Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-All have autograd except `dropout`, `gated_lora`, fp8, four bits and routed experts: autograd nodes call them.
+All have autograd except `linear_top_k`, and what autograd nodes call: `dropout`, `gated_lora`, fp8, four bits
+and routed experts.
 CUDA tensors run on Triton or torch's GEMMs. CPU tensors run on the oracle, or on Triton's interpreter if
 TRITON_INTERPRET=1 is set before the first import. Triton is optional. Shapes, dtypes or devices that do not
 fit together raise ValueError in all that have autograd.
@@ -45,6 +46,7 @@ from unsloth_pack.kernels.quantized import (
 )
 from unsloth_pack.kernels.rope import rope_qk
 from unsloth_pack.kernels.token_scores import token_scores
+from unsloth_pack.kernels.top_k import linear_top_k
 
 __all__ = [
     "Distillation",
@@ -58,6 +60,7 @@ __all__ = [
     "gated",
     "linear_cross_entropy",
     "linear_distillation",
+    "linear_top_k",
     "relu2",
     "rms_norm",
     "rope_qk",

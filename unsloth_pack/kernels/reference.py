@@ -343,6 +343,24 @@ def linear_distillation(
     return Distillation(loss, -scores.log_prob, by_token, entropy, scores.is_top1)
 
 
+def linear_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    extra: ExtraLogits | None = None,
+) -> TopLogProbs:
+    z = scale_and_cap(_logits(hidden, weight, bias, extra), scale, softcap)
+    log_probs, ids = z.log_softmax(-1).topk(k)
+    has_no_label = (labels == -100)[..., None]
+    ids = torch.where(has_no_label, torch.arange(k, device=ids.device), ids)
+    return TopLogProbs(ids.int(), log_probs.masked_fill(has_no_label, -math.inf))
+
+
 def complete_teacher(z: Tensor, stored: TopLogProbs) -> Tensor:
     """Return log-probabilities `[.., V]`: the stored ones, and the rest as spread by logits z `[.., V]`."""
     ids, log_q = stored.ids.long(), stored.log_probs.to(z.dtype)

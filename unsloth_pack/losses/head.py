@@ -46,6 +46,7 @@ from unsloth_pack.kernels import (
     TopLogProbs,
     linear_cross_entropy,
     linear_distillation,
+    linear_top_k,
     token_scores,
 )
 from unsloth_pack.kernels.arguments import Field
@@ -124,6 +125,10 @@ class LabelledHead:
     def as_teacher(self, hidden_BTC: Tensor) -> TeacherHead:
         """Return the head with hidden states as a teacher."""
         return self._call(_teacher_head, hidden_BTC)
+
+    def top_k(self, hidden_BTC: Tensor, k: int) -> TopLogProbs:
+        """Find the k most likely tokens of each place with a label, `[B, T, K]`."""
+        return self._call(linear_top_k, hidden_BTC, k=k)
 
     def _call(self, kernel: Callable[..., T], hidden_BTC: Tensor, **options: object) -> T:
         head = self.head
