@@ -8,6 +8,7 @@ shard-00000.arrow, ...   tables with one packed row in each row:
     cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
     max_length 3               int32: tokens of the longest document
     images     [...]           only where there are some: a list of objects, see `data/rows.py`
+    teacher_...                only where a teacher was asked: see `teacher_columns.py`
 
 The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
 starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded
@@ -36,6 +37,15 @@ from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, check_columns, plan_rows
 from unsloth_pack.packing.planner import check_positive
+from unsloth_pack.packing.teacher_columns import (
+    BYTES,
+    TEACHER_COLUMNS,
+    PackedTeacher,
+    Teacher,
+    check_teacher,
+    teacher_types,
+    with_teacher,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -87,9 +97,10 @@ class PackManifest:
     ledger: TokenLedger  # accounts for every token that was read, from the data to the shards
     shards: tuple[Shard, ...]
     images: PackedImages | None = None  # of the rows; None where they have none
+    teacher: PackedTeacher | None = None  # whose most likely tokens the rows hold; None where they hold none
 
 
-def _schema(has_images: bool) -> pa.Schema:
+def _schema(has_images: bool, has_teacher: bool) -> pa.Schema:
     """The columns of a shard."""
     import pyarrow as pa
 
@@ -97,6 +108,7 @@ def _schema(has_images: bool) -> pa.Schema:
     columns = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
     if has_images:
         columns[IMAGES] = image_field(is_packed=True).type
+    columns |= teacher_types() if has_teacher else {}
     return pa.schema(columns.items())
 
 
@@ -124,6 +136,8 @@ def read_manifest(folder: Path) -> PackManifest:
         values["ledger"] = TokenLedger(**values["ledger"])
         if values.get("images") is not None:
             values["images"] = PackedImages(**values["images"])
+        if values.get("teacher") is not None:
+            values["teacher"] = PackedTeacher(**values["teacher"])
         values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
         return PackManifest(**values)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -143,6 +157,7 @@ def write_packs(
     model_name: str = "",
     rows_per_shard: int | None = None,
     images: PackedImages | None = None,
+    teacher: Teacher | None = None,
 ) -> PackManifest:
     """Pack tokenised documents into a new folder, and return the manifest. RAM holds a few hundred rows.
 
@@ -161,6 +176,7 @@ def write_packs(
         train_on_responses_only, model_name: noted in the manifest.
         rows_per_shard: None for shards of about 256 MiB of tokens and images.
         images: what the manifest says of the images; needed where documents have a column of them.
+        teacher: its most likely tokens are stored beside those of the rows.
 
     Raises:
         InputError: `folder` holds something, the disk is full, or the documents cannot be packed, see
@@ -177,10 +193,14 @@ def write_packs(
     if images is None and IMAGES in check_columns(documents):
         raise InputError("the documents have images; say how they were prepared, in images")
     documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
-    plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
-    n_rows = rows_per_shard or max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
+    documents = documents if seed is None else documents.shuffle(seed)
+    more = 0 if teacher is None else BYTES * teacher.packed.top_k
+    plan, builder = plan_rows(documents, capacity, strategy, more_bytes_a_token=more)
+    n_rows = rows_per_shard or max(
+        1, _BYTES_A_SHARD // max((_BYTES_A_TOKEN + more) * capacity, builder.bytes_a_row)
+    )
     _check_tokens(documents)
-    schema = _schema(images is not None)
+    schema = _schema(images is not None, teacher is not None)
     hashes = {name: hashlib.sha256() for name in schema.names if name != "max_length"}
     shards: list[Shard] = []
     whole = atomic_dir(target, last=[_MANIFEST], may_replace=False)
@@ -189,6 +209,7 @@ def write_packs(
             path, end = aside / f"shard-{len(shards):05d}.arrow", min(first + n_rows, plan.n_bins)
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
                 for rows in builder.tables(first, end):
+                    rows = rows if teacher is None else with_teacher(rows, teacher)
                     table = _with_boundaries(rows, schema)
                     stream.write_table(table)
                     _update(hashes, table)
@@ -208,6 +229,7 @@ def write_packs(
             ledger=ledger,
             shards=tuple(shards),
             images=images,
+            teacher=None if teacher is None else teacher.packed,
         )
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(manifest)}, indent=1)
         (aside / _MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -253,7 +275,9 @@ def _update(hashes: dict[str, Any], table: pa.Table) -> None:
             digest.update(table[name].combine_chunks().flatten().to_numpy())
 
 
-def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, datasets.Dataset]:
+def read_packs(
+    folder: str | Path, tokenizer_hash: str, *, teach_outputs: int | None = None
+) -> tuple[PackManifest, datasets.Dataset]:
     """The rows that `write_packs` wrote, memory-mapped; RAM holds only 4 bytes per document.
 
     They are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False, padding_free=True,
@@ -262,14 +286,17 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
 
     Args:
         tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
+        teach_outputs: outputs of the student's head, to read the columns of the teacher too, as arrays; None
+            leaves them out.
 
     Returns:
         The manifest, and a `datasets.Dataset` of `input_ids`, `labels` and `seq_lengths`, and of `images`
         where there are some, as `pack_dataset` would give them.
 
     Raises:
-        InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
-            boundaries contradict the rows. The error names the file and the row.
+        InputError: the packs are for another tokenizer, or hold no teacher or one of another vocabulary; a
+            shard is missing, cut or not what was written; or boundaries contradict the rows. The error names
+            the file and the row.
     """
     import datasets
     from datasets.utils import tqdm
@@ -281,21 +308,29 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
             f"{folder}: packed with another tokenizer, that of {manifest.model_name or 'another model'} "
             f"({manifest.tokenizer_hash[:12]}, the model's is {str(tokenizer_hash)[:12]}); pack the data anew"
         )
+    if teach_outputs is not None and manifest.teacher is None:
+        raise InputError(f"{folder}: packed without a teacher; write the packs with `unsloth-pack teach`")
     shards = []
+    of_teacher = [] if teach_outputs is None else TEACHER_COLUMNS
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
-        lengths = _checked_lengths(path, shard, manifest)
-        columns = ["input_ids", "labels", *([IMAGES] if manifest.images else [])]
+        lengths = _checked_lengths(path, shard, manifest, teach_outputs)
+        columns = ["input_ids", "labels", *([IMAGES] if manifest.images else []), *of_teacher]
         tokens = datasets.Dataset.from_file(str(path)).select_columns(columns)
         shards.append(tokens.add_column("seq_lengths", lengths, new_fingerprint=shard.sha256))
     if (n_rows := sum(map(len, shards))) != manifest.rows:
         raise InputError(
             f"{folder}: {n_rows} rows where the manifest has {manifest.rows}; pack the data anew"
         )
-    return manifest, datasets.concatenate_datasets(shards)
+    rows = datasets.concatenate_datasets(shards)
+    if of_teacher:  # arrays: as Python's numbers they would take longer to read than a step
+        rows = rows.with_format("numpy", columns=[*of_teacher], output_all_columns=True)
+    return manifest, rows
 
 
-def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.ChunkedArray:
+def _checked_lengths(
+    path: Path, shard: Shard, manifest: PackManifest, teach_outputs: int | None
+) -> pa.ChunkedArray:
     """The document lengths of every row of a shard, after checks of all its bytes and rows."""
     import pyarrow as pa
 
@@ -304,10 +339,13 @@ def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.Chu
         if _file_sha256(path) != shard.sha256:
             raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            if stream.schema.remove_metadata() != _schema(manifest.images is not None):
+            schema = _schema(manifest.images is not None, manifest.teacher is not None)
+            if stream.schema.remove_metadata() != schema:
                 raise InputError(f"{path}: its columns are not those of packs; pack the data anew")
             for batch in filter(len, stream):
                 lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))
+                if manifest.teacher is not None and teach_outputs is not None:
+                    check_teacher(batch, manifest.teacher.top_k, teach_outputs, f"{path} row", row)
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy it again, or pack anew") from None
