@@ -1,14 +1,15 @@
 """`unsloth-pack pack`: tokenise and pack a data set once, to train on it from disk."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.planner import STRATEGIES
+from unsloth_pack.packing.teacher_columns import PackedTeacher
 from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
@@ -18,12 +19,36 @@ from unsloth_pack.run.data_flags import (
 )
 from unsloth_pack.run.machine import check_new_folder
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_NO_IMAGES = (
+    "and a teacher reads text alone; take them out, or leave the teacher out with `unsloth-pack pack`"
+)
+
 
 def run(arguments: Sequence[str]) -> int:
     """Write the packs of a data set to `--out`, and print what is in them; with `--json` as JSON."""
-    flags = _parser().parse(arguments)
+    description = "Tokenise and pack a data set once; train on it with --dataset DIR."
+    parser = pack_parser("pack", description, "whose tokenizer is used: demo, a folder, or a hub name")
+    add_image_flags(parser)
+    paths = "refer to files of images by their paths, instead of holding what they hold"
+    parser.add_switch("--image_paths", paths)
+    return write(parser.parse(arguments), "pack")
+
+
+def write(
+    flags: Mapping[str, Any],
+    command: str,
+    teacher: PackedTeacher | None = None,
+    loading: Mapping[str, Any] | None = None,
+) -> int:
+    """Write and print the packs that the flags of a command describe.
+
+    loading: of the teacher, see `ModelTeacher`.
+    """
     if "out" not in flags:
-        raise InputError("--out is missing; see `unsloth-pack pack --help`")
+        raise InputError(f"--out is missing; see `unsloth-pack {command} --help`")
     out = Path(flags["out"])
     check_new_folder("out", out)
     check_sources(flags)
@@ -38,14 +63,27 @@ def run(arguments: Sequence[str]) -> int:
     quieten(show_bars=not as_json)
     model_name, capacity = flags.get("model_name", "demo"), flags.get("max_seq_length") or 2048
     base, adapter = find_model(model_name)
-    check_positions(capacity, model_name, load_config(base).get_text_config())
+    config = load_config(base).get_text_config()
+    check_positions(capacity, model_name, config)
+    if teacher is not None:
+        _check_top_k(teacher.top_k, capacity, config)
     only_responses = flags.get("train_on_responses_only", False)
     mixture, images, tokenizer = read_documents(
-        flags, model_name, capacity, only_responses, keep_bytes=not wants_paths
+        flags,
+        model_name,
+        capacity,
+        only_responses,
+        why_no_images=_NO_IMAGES if teacher else "",
+        keep_bytes=not wants_paths,
     )
     documents = mixture.train
     if wants_paths and not documents.has_files:
         raise InputError("image_paths is true, and no image of the data is a file; leave out --image_paths")
+    model = None
+    if teacher is not None:
+        from unsloth_pack.run.teacher import ModelTeacher
+
+        model = ModelTeacher(teacher, {"max_seq_length": capacity, **(loading or {})})
     manifest = write_packs(
         documents.rows,
         out,
@@ -55,6 +93,7 @@ def run(arguments: Sequence[str]) -> int:
         train_on_responses_only=only_responses,
         model_name=model_name,
         images=None if images is None else images.packed(documents.ledger),
+        teacher=model,
         **{name: flags[name] for name in ("strategy", "seed", "rows_per_shard") if name in flags},
     )
     if as_json:
@@ -65,15 +104,23 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="unsloth-pack pack",
-        description="Tokenise and pack a data set once; train on it with --dataset DIR.",
-    )
+def _check_top_k(top_k: int, capacity: int, config: "PretrainedConfig") -> None:
+    most = min(config.vocab_size, (2**31 - 1) // capacity)  # numbers of a row are counted in int32
+    if top_k > most:
+        raise InputError(
+            f"top_k is {top_k}; give at most {most} for this model and rows of {capacity} tokens"
+        )
+
+
+def pack_parser(command: str, description: str, model: str) -> Parser:
+    """Return a parser of the flags that `write` reads, less those of images.
+
+    model: what `--model_name` is for.
+    """
+    parser = Parser(prog=f"unsloth-pack {command}", description=description)
     add, strategy = parser.add_argument, Literal[(*STRATEGIES,)]
     add_data_flags(parser)
-    tokenizer = "whose tokenizer is used: demo, a folder, or a hub name (default: demo)"
-    parser.add_option("model_name", tokenizer)
+    parser.add_option("model_name", f"{model} (default: demo)")
     parser.add_option("max_seq_length", "length of a packed row (default: 2048)")
     parser.add_option("num_proc", "processes that read and tokenise the data (default: one for each core)")
     add("--out", type=FilePath, metavar="DIR", help="to write the packs to; new, or empty; has to be given")
@@ -84,8 +131,5 @@ def _parser() -> Parser:
     parser.add_option("seed", f"{order} data sets by it (default: by 3407, as for training)")
     rows = "rows of a file (default: as many as make 256 MiB)"
     add("--rows_per_shard", type=Count, metavar="ROWS", help=rows)
-    add_image_flags(parser)
-    paths = "refer to files of images by their paths, instead of holding what they hold"
-    parser.add_switch("--image_paths", paths)
     parser.add_switch("--json", "print the manifest and the data sets as JSON")
     return parser

@@ -151,6 +151,9 @@ def print_packs(
         ("output", folder),
         ("train with", shlex.join(command)),
     ]
+    if packs.teacher is not None:  # which is not what trains
+        of_each = f"its {packs.teacher.top_k} most likely next tokens for each token"
+        lines[-1] = ("teacher", f"{packs.teacher.model_name}, {of_each}")
     print_lines(console, "packed", lines)
 
 
