@@ -8,6 +8,7 @@ out · g_out - g_out · v, where eager attention loses nothing if a query sees o
 """
 
 import math
+import random
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -36,20 +37,29 @@ class Inputs:
     lengths: tuple[int, ...]
     options: dict
     sinks: Tensor | None = None
+    parents: tuple[int, ...] | None = None
 
     @property
     def cu_seqlens(self) -> Tensor:
         return torch.tensor([0, *self.lengths]).cumsum(0).to(DEVICE, torch.int32)
+
+    @property
+    def named(self) -> dict:
+        if self.parents is None:
+            return self.options
+        return self.options | {"parents": torch.tensor(self.parents, dtype=torch.int32, device=DEVICE)}
 
     def of(self, document: slice, lengths: tuple[int, ...]) -> "Inputs":
         q, k, v, g_out = (x.detach()[document].clone() for x in (self.q, self.k, self.v, self.g_out))
         return Inputs(q, k, v, g_out, lengths, self.options, self.sinks)
 
 
-def make(lengths, HQ=4, HK=2, D=16, dtype=torch.float32, scale=0.4, sinks=False, **options) -> Inputs:
+def make(
+    lengths, HQ=4, HK=2, D=16, dtype=torch.float32, scale=0.4, sinks=False, parents=None, **options
+) -> Inputs:
     q, k, v, g_out = (torch.randn(sum(lengths), H, D).to(DEVICE, dtype) for H in (HQ, HK, HK, HQ))
     drawn = torch.randn(HQ).to(DEVICE, dtype) if sinks else None
-    return Inputs(q, k, v, g_out, tuple(lengths), {"scale": scale} | options, drawn)
+    return Inputs(q, k, v, g_out, tuple(lengths), {"scale": scale} | options, drawn, parents)
 
 
 def run(inputs: Inputs, function=varlen_attention, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -57,26 +67,33 @@ def run(inputs: Inputs, function=varlen_attention, dtype: torch.dtype | None = N
     tensors = (inputs.q, inputs.k, inputs.v, *([] if inputs.sinks is None else [inputs.sinks]))
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
     sinks = {"sinks": leaves[3]} if inputs.sinks is not None else {}
-    out = function(*leaves[:3], inputs.cu_seqlens, **inputs.options, **sinks)
+    out = function(*leaves[:3], inputs.cu_seqlens, **inputs.named, **sinks)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs.g_out.to(out.dtype))]
 
 
-def eager(q, k, v, cu_seqlens, *, scale, window=None, softcap=None, sinks=None):
-    """transformers' eager attention, of each document alone: all but the softmax in the inputs' dtype."""
-    group, lengths, outs = q.shape[1] // k.shape[1], cu_seqlens.diff().tolist(), []
-    for q_, k_, v_ in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        q_, k_, v_ = q_.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_, v_))
+def eager(q, k, v, cu_seqlens, *, scale, window=None, softcap=None, sinks=None, parents=None):
+    """transformers' eager attention, of each document alone: all but the softmax in the inputs' dtype.
+
+    A branch is one document with the segments that it continues, of which only its own queries count.
+    """
+    group, paths, outs = q.shape[1] // k.shape[1], [], []
+    ends = cu_seqlens.tolist()
+    for segment, tokens in enumerate(map(range, ends, ends[1:])):
+        parent = -1 if parents is None else parents[segment].item()
+        paths.append([*(paths[parent] if parent >= 0 else []), *tokens])
+        q_, k_, v_ = (x[paths[-1]].transpose(0, 1) for x in (q, k, v))
+        k_, v_ = (x.repeat_interleave(group, 0) for x in (k_, v_))
         z = q_ @ k_.transpose(1, 2) * scale
         if softcap is not None:
             z = torch.tanh(z / softcap) * softcap
-        tokens = torch.arange(z.shape[-1], device=z.device)
-        age = tokens[:, None] - tokens[None, :]
+        places = torch.arange(z.shape[-1], device=z.device)
+        age = places[:, None] - places[None, :]
         z = z.masked_fill((age < 0) | (age >= (window or math.inf)), torch.finfo(z.dtype).min)
         if sinks is not None:
-            z = torch.cat([z, sinks[:, None, None].expand(-1, len(tokens), 1)], dim=-1)
+            z = torch.cat([z, sinks[:, None, None].expand(-1, len(places), 1)], dim=-1)
         weights = z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32)).to(z.dtype)
-        weights = weights[..., : len(tokens)]
-        outs.append((weights @ v_).transpose(0, 1))
+        weights = weights[..., : len(places)]
+        outs.append((weights @ v_).transpose(0, 1)[len(places) - len(tokens) :])
     return torch.cat(outs)
 
 
@@ -195,6 +212,93 @@ def test_empty_segments_change_no_bit(lengths, small_tiles):
     """As a captured row has them at its end; past 256 of them a tile's segment takes two steps to find."""
     inputs = make((5, 33, 20), window=7)
     assert_same(run(replace(inputs, lengths=lengths)), run(inputs))
+
+
+# Branches
+
+
+# a prefix with branches, one of them empty and one shorter than a tile; a document; a prefix at a tile's end
+FOREST = (20, 5, 33, 0, 1, 17, 16, 18, 7), (-1, 0, 0, 0, 0, -1, -1, 6, 6)
+DEEP = (9, 18, 3, 20, 2, 17, 1, 30), (-1, 0, 1, 1, 3, 0, -1, 6)  # up to three segments above one
+
+
+def draw_forest(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw lengths and parents of up to 9 segments, in preorder."""
+    parents, path = [], [-1]  # the segments that the next one may continue
+    for segment in range(rng.randint(2, 9)):
+        del path[rng.randint(1, len(path)) :]
+        parents.append(path[-1])
+        path.append(segment)
+    lengths = tuple(rng.choice((0, 1, 2, 7, 15, 16, 17, 24, 33)) for _ in parents)
+    return lengths, tuple(parents)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("forest", [FOREST, DEEP], ids=["one level", "deeper"])
+def test_branches_are_no_less_exact_than_eager(forest, options, dtype, small_tiles):
+    lengths, parents = forest
+    assert_no_worse_than_eager(make(lengths, dtype=dtype, parents=parents, **options))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_branches(seed, small_tiles):
+    rng = random.Random(seed)
+    lengths, parents = draw_forest(rng)
+    options = {"window": rng.choice((None, 1, 3, 16, 30)), "softcap": rng.choice((None, 2.0))}
+    heads = rng.choice(((1, 1), (2, 1), (3, 1), (8, 2)))
+    sinks = rng.random() < 0.5
+    assert_no_worse_than_eager(make((*lengths, 3), *heads, parents=(*parents, -1), sinks=sinks, **options))
+
+
+# Behind a prefix of 20 in tiles of 16; the first branch has 5 tokens
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 20, 21, 24, 25, 26, 1000])
+def test_a_window_reaches_from_a_branch_into_its_prefix(window, small_tiles):
+    lengths, parents = FOREST
+    assert_no_worse_than_eager(make(lengths, 2, 1, parents=parents, window=window))
+
+
+def test_a_group_in_parts_under_a_prefix(small_tiles, monkeypatch):
+    monkeypatch.setattr(host, "_ENOUGH_PROGRAMS", 1000)
+    lengths, parents = FOREST
+    assert_no_worse_than_eager(make(lengths, 6, 2, parents=parents, window=30))
+
+
+def test_branches_whose_logits_are_all_far_below_zero(small_tiles):
+    """A key past a prefix's end would have a logit of 0, and an infinite weight in the gradient of q."""
+    lengths, parents = FOREST
+    inputs = make(lengths, 2, 1, dtype=BF16, parents=parents)
+    assert_no_worse_than_eager(replace(inputs, q=-50 * inputs.q.abs(), k=inputs.k.abs()))
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+def test_a_branch_changes_no_bit_of_another(options, small_tiles):
+    """It changes the gradients of the keys that it sees, and what continues it."""
+    lengths, parents = (9, 18, 3, 20, 17, 5), (-1, 0, 1, 1, 0, -1)
+    inputs = make(lengths, 2, 1, parents=parents, **options)
+    expected = [x.split(lengths) for x in run(inputs)[:4]]
+    for poisoned, own, above, other in ((1, {1, 2, 3}, {0}, {4, 5}), (3, {3}, {0, 1}, {2, 4, 5})):
+        tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "g_out")}
+        for x in tensors.values():
+            x.split(lengths)[poisoned][:] = torch.nan
+        results = [x.split(lengths) for x in run(replace(inputs, **tensors))[:4]]
+        assert own | above | other == {*range(len(lengths))}
+        for segment in other:
+            assert_same([x[segment] for x in results], [x[segment] for x in expected])
+        for segment in above:  # their own queries
+            assert_same([x[segment] for x in results[:2]], [x[segment] for x in expected[:2]])
+
+
+def test_parents_of_no_segment_change_no_bit(small_tiles):
+    inputs = make((5, 33, 0, 20), **ALL)
+    assert_same(run(replace(inputs, parents=(-1,) * 4)), run(inputs))
+
+
+def test_empty_segments_among_branches_and_behind_them_change_no_bit(small_tiles):
+    """Past 256 segments, which branches continue a prefix takes two steps to find."""
+    inputs = make((9, 17, 3, 5), 2, 1, parents=(-1, 0, 0, -1))
+    padded = replace(inputs, lengths=(9, 17, *[0] * 256, 3, 5, 0, 0), parents=(-1, *[0] * 258, -1, -1, -1))
+    assert_same(run(padded), run(inputs))
 
 
 # Layouts

@@ -90,8 +90,9 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within each segment.
+    """Attend causally within each segment, and to the segments that it continues.
 
     Args:
         q: `[N, H, D]`, any strides, D up to 256. bfloat16, float16 or float32; float64 takes the reference
@@ -103,6 +104,8 @@ def varlen_attention(
         window: number of keys that a query sees, its own included; None for all up to its own.
         softcap: logits become softcap * tanh(logits / softcap).
         sinks: `[H]`, any float dtype: one more logit of every query of a head, without value or softcap.
+        parents: `[segments]` int32, the segment that each continues, or -1; in preorder. Not checked either.
+            None if no segment continues another.
 
     Returns:
         `[N, H, D]`, contiguous, in q's dtype; computed in float32 and rounded once.
@@ -112,25 +115,36 @@ def varlen_attention(
     """
     tensors = dict(q=("NHD", q), k=("NKD", k), v=("NKD", v), sinks=("H", sinks))
     check_shapes(**tensors, cu_seqlens=("S", cu_seqlens))
+    check_shapes(cu_seqlens=("S", cu_seqlens[1:]), parents=("S", parents))
     check_dtypes(q=q, k=k, v=v)
     (_, H, D), K = q.shape, k.shape[1]
     if not K or H % K or not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"{H} and {K} heads of {D}: pass a multiple, and a size from 1 to {MAX_HEAD_DIM}")
     if cu_seqlens.dtype != torch.int32 or not len(cu_seqlens):
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}: pass [segments + 1] of torch.int32")
+    if parents is not None and parents.dtype != torch.int32:
+        raise ValueError(f"parents is {parents.dtype}: pass [segments] of torch.int32")
     if (window is not None and window < 1) or (softcap is not None and not 0 < softcap < math.inf):
         raise ValueError(f"window is {window} and softcap {softcap}: pass positive ones, or None")
     if not takes_fused_path(q, k):
         return reference.varlen_attention(
-            q, k, v, cu_seqlens, scale, window=window, softcap=softcap, sinks=sinks
+            q, k, v, cu_seqlens, scale, window=window, softcap=softcap, sinks=sinks, parents=parents
         )
-    return apply(_VarlenAttention, q, k, v, cu_seqlens.contiguous(), sinks, (float(scale), window, softcap))
+    row = cu_seqlens.contiguous(), None if parents is None else parents.contiguous()
+    return apply(_VarlenAttention, q, k, v, *row, sinks, (float(scale), window, softcap))
 
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options: _Options
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        parents: Tensor | None,
+        sinks: Tensor | None,
+        options: _Options,
     ) -> Tensor:
         q, k, v = map(_as_readable, (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -138,15 +152,17 @@ class _VarlenAttention(torch.autograd.Function):
         norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
         with torch.cuda.device_of(q):
             tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
-            _launch(forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), cu_seqlens, options)
-        ctx.save_for_backward(q, k, v, out, shift, norm, cu_seqlens, sinks)
+            _launch(
+                forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), (cu_seqlens, parents), options
+            )
+        ctx.save_for_backward(q, k, v, out, shift, norm, sinks, cu_seqlens, parents)
         ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, shift, norm, cu_seqlens, sinks = ctx.saved_tensors
+        q, k, v, out, shift, norm, sinks, *row = ctx.saved_tensors
         g_out, options, tiles = _as_readable(g_out), ctx.options, _tiles(q)
         strided = q, k, v, g_out
         gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
@@ -157,19 +173,19 @@ class _VarlenAttention(torch.autograd.Function):
         gk, gv = gk_and_gv.unbind()
         with torch.cuda.device_of(q):
             tensors = (q, k, v, out, shift, norm, g_out, gq, delta)
-            _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, cu_seqlens, options)
+            _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, row, options)
             launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
             if tiles.v_gradient is not None:
                 launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
             for tile, *into in launches:
                 tensors = (q, k, v, shift, norm, g_out, delta, *into, k.numel())
-                _launch(kv_gradient_kernel, tile, False, tensors, strided, cu_seqlens, options, members)
+                _launch(kv_gradient_kernel, tile, False, tensors, strided, row, options, members)
         gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
         g_sinks = None
-        if ctx.needs_input_grad[4]:  # shift is in units of ln 2
+        if ctx.needs_input_grad[5]:  # shift is in units of ln 2
             weight = torch.exp2(sinks.float() / math.log(2) - shift) * (1 if norm is None else norm)
             g_sinks = -(weight * delta).sum(0).to(sinks.dtype)
-        return gq, gk, gv, None, g_sinks, None
+        return gq, gk, gv, None, None, g_sinks, None
 
 
 def _count_members(q: Tensor, k: Tensor, tile: Tile) -> int:
@@ -189,7 +205,7 @@ def _launch(
     by_queries: bool,
     tensors: tuple[Tensor | int | None, ...],
     strided: tuple[Tensor, ...],
-    cu_seqlens: Tensor,
+    row: tuple[Tensor, Tensor | None],
     options: _Options,
     members: int | None = None,
 ) -> None:
@@ -198,10 +214,11 @@ def _launch(
     scale, window, softcap = options
     heads = members or H // K
     queries = max(tile.queries, triton.next_power_of_2(heads))
+    cu_seqlens, _parents = row
     n_segments = len(cu_seqlens) - 1
     n_tiles = N // (queries // heads if by_queries else tile.keys) + n_segments
     kernel[(K * n_tiles, H // K // heads)](
-        *tensors, cu_seqlens, n_segments, scale, softcap or 1.0, window or N,
+        *tensors, *row, n_segments, scale, softcap or 1.0, window or N,
         *(stride for x in strided for stride in x.stride()[:2]),
         K=K, G=H // K, D=D, CAPPED=softcap is not None, WINDOWED=window is not None and window < N,
         BLOCK_Q=queries, BLOCK_J=tile.keys, BLOCK_D=_padded(D), num_warps=tile.warps, num_stages=tile.stages,

@@ -22,7 +22,7 @@ from unsloth_pack.kernels.launch import jit, tl
 @jit(do_not_specialize=["n_segments", "window"])  # one compilation serves all rows and windows
 @no_type_check
 def forward_kernel(
-    q, k, v, sinks, out, shift, norm, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, sinks, out, shift, norm, cu_seqlens, parents, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -33,7 +33,7 @@ def forward_kernel(
     Grid: tiles of queries times key heads. The last tiles see most keys and come first.
     """
     head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
-    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
+    segment, start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
     if first >= length:
         return
     token_Q, member_Q, is_query_Q = _queries(length - first, G, BLOCK_Q)
@@ -45,22 +45,20 @@ def forward_kernel(
     max_Q = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sum_Q = tl.zeros([BLOCK_Q], tl.float32)
     out_QD = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    begin, end = _keys_of_queries(first, length, window, WINDOWED, BLOCK_Q // G, BLOCK_J)
-    for key in range(begin, end, BLOCK_J):
-        k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
-        z_QJ, _slope = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
-        key_J = key + tl.arange(0, BLOCK_J)
-        z_QJ = _hide(z_QJ, -float("inf"), first + token_Q[:, None], key_J[None, :], window, WINDOWED)
-        new_max_Q = tl.maximum(max_Q, tl.max(z_QJ, 1))
-        shift_Q = new_max_Q
-        if WINDOWED:  # a query may have seen no key yet
-            shift_Q = tl.where(new_max_Q == -float("inf"), 0.0, new_max_Q)
-        weight_QJ = tl.exp2(z_QJ - shift_Q[:, None])
-        decay_Q = tl.exp2(max_Q - shift_Q)
-        sum_Q = sum_Q * decay_Q + tl.sum(weight_QJ, 1)
-        max_Q = new_max_Q
-        v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
-        out_QD = _dot(weight_QJ.to(v_JD.dtype), v_JD, out_QD * decay_Q[:, None])
+    BRANCHED: tl.constexpr = parents is not None
+    if BRANCHED:
+        run, n_keys, before = start, length, first
+        while segment >= 0:
+            max_Q, sum_Q, out_QD = _attend_run(
+                q_QD, k, v, run, n_keys, before, token_Q, max_Q, sum_Q, out_QD, scale, softcap, window,
+                k_sn, v_sn, D, CAPPED, WINDOWED, BRANCHED, BLOCK_Q // G, BLOCK_J, BLOCK_D,
+            )  # fmt: skip
+            segment, run, n_keys, before = _parent_of(parents, cu_seqlens, segment, before)
+    else:
+        max_Q, sum_Q, out_QD = _attend_run(
+            q_QD, k, v, start, length, first, token_Q, max_Q, sum_Q, out_QD, scale, softcap, window,
+            k_sn, v_sn, D, CAPPED, WINDOWED, BRANCHED, BLOCK_Q // G, BLOCK_J, BLOCK_D,
+        )  # fmt: skip
 
     if sinks is not None:
         sink_Q = tl.load(sinks + head * G + member_Q).to(tl.float32) * 1.4426950408889634
@@ -79,17 +77,45 @@ def forward_kernel(
     _store(out + place * D, place_Q * D, out_QD / sum_Q[:, None], is_query_Q, D, BLOCK_D)
 
 
+@jit
+def _attend_run(
+    q_QD, k, v, start, length, first, token_Q, max_Q, sum_Q, out_QD, scale, softcap, window, k_sn, v_sn,
+    D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BRANCHED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys of one segment, whose token 0 stands `first` before the tile's first query."""
+    begin, end = _keys_of_queries(first, length, window, WINDOWED, TOKENS, BLOCK_J)
+    for key in range(begin, end, BLOCK_J):
+        k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
+        z_QJ, _slope = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
+        key_J = key + tl.arange(0, BLOCK_J)
+        z_QJ = _hide(z_QJ, -float("inf"), first + token_Q[:, None], key_J[None, :], window, WINDOWED)
+        if BRANCHED:
+            z_QJ = tl.where(key_J[None, :] < length, z_QJ, -float("inf"))
+        new_max_Q = tl.maximum(max_Q, tl.max(z_QJ, 1))
+        shift_Q = new_max_Q
+        if WINDOWED:  # a query may have seen no key yet
+            shift_Q = tl.where(new_max_Q == -float("inf"), 0.0, new_max_Q)
+        weight_QJ = tl.exp2(z_QJ - shift_Q[:, None])
+        decay_Q = tl.exp2(max_Q - shift_Q)
+        sum_Q = sum_Q * decay_Q + tl.sum(weight_QJ, 1)
+        max_Q = new_max_Q
+        v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
+        out_QD = _dot(weight_QJ.to(v_JD.dtype), v_JD, out_QD * decay_Q[:, None])
+    return max_Q, sum_Q, out_QD
+
+
 @jit(do_not_specialize=["n_segments", "window"])
 @no_type_check
 def q_gradient_kernel(
-    q, k, v, out, shift, norm, g_out, gq, delta, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, out, shift, norm, g_out, gq, delta, cu_seqlens, parents, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write gq `[N, K * G, D]` and delta `[N, K * G]` = out · g_out. Grid: as `forward_kernel`."""
     head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
-    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
+    segment, start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
     if first >= length:
         return
     token_Q, member_Q, is_query_Q = _queries(length - first, G, BLOCK_Q)
@@ -107,25 +133,54 @@ def q_gradient_kernel(
     v += head * v_sh
 
     gq_QD = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    begin, end = _keys_of_queries(first, length, window, WINDOWED, BLOCK_Q // G, BLOCK_J)
+    BRANCHED: tl.constexpr = parents is not None
+    if BRANCHED:
+        while segment >= 0:
+            gq_QD = _q_gradient_of_run(
+                q_QD, k, v, g_QD, shift_Q, norm_Q, delta_Q, start, length, first, token_Q, gq_QD, scale,
+                softcap, window, k_sn, v_sn, norm is not None, D, CAPPED, WINDOWED, BRANCHED, BLOCK_Q // G,
+                BLOCK_J, BLOCK_D,
+            )  # fmt: skip
+            segment, start, length, first = _parent_of(parents, cu_seqlens, segment, first)
+    else:
+        gq_QD = _q_gradient_of_run(
+            q_QD, k, v, g_QD, shift_Q, norm_Q, delta_Q, start, length, first, token_Q, gq_QD, scale,
+            softcap, window, k_sn, v_sn, norm is not None, D, CAPPED, WINDOWED, BRANCHED, BLOCK_Q // G,
+            BLOCK_J, BLOCK_D,
+        )  # fmt: skip
+    _store(gq + place * D, place_Q * D, gq_QD * scale, is_query_Q, D, BLOCK_D)
+
+
+@jit
+def _q_gradient_of_run(
+    q_QD, k, v, g_QD, shift_Q, norm_Q, delta_Q, start, length, first, token_Q, gq_QD, scale, softcap, window,
+    k_sn, v_sn, NORMED: tl.constexpr,
+    D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BRANCHED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys of one segment contribute; `first` as in `_attend_run`."""
+    begin, end = _keys_of_queries(first, length, window, WINDOWED, TOKENS, BLOCK_J)
     for key in range(begin, end, BLOCK_J):
         k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
         v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
         z_QJ, slope_QJ = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
         weight_QJ = tl.exp2(z_QJ - shift_Q[:, None])
-        if norm is not None:
+        if NORMED:
             weight_QJ *= norm_Q[:, None]
         key_J = key + tl.arange(0, BLOCK_J)
         weight_QJ = _hide(weight_QJ, 0.0, first + token_Q[:, None], key_J[None, :], window, WINDOWED)
+        if BRANCHED:
+            weight_QJ = tl.where(key_J[None, :] < length, weight_QJ, 0.0)
         g_product_QJ = weight_QJ * (_dot(g_QD, v_JD.T) - delta_Q[:, None]) * slope_QJ
         gq_QD = _dot(g_product_QJ.to(k_JD.dtype), k_JD, gq_QD)
-    _store(gq + place * D, place_Q * D, gq_QD * scale, is_query_Q, D, BLOCK_D)
+    return gq_QD
 
 
 @jit(do_not_specialize=["n_segments", "window", "part_elements"])
 @no_type_check
 def kv_gradient_kernel(
-    q, k, v, shift, norm, g_out, delta, gk, gv, part_elements, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, shift, norm, g_out, delta, gk, gv, part_elements, cu_seqlens, parents, n_segments,
+    scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr,
@@ -138,7 +193,7 @@ def kv_gradient_kernel(
     """
     head, tile, part = tl.program_id(0) % K, tl.program_id(0) // K, tl.program_id(1)
     first_head = head * G + part * MEMBERS
-    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_J)
+    segment, start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_J)
     if first >= length:
         return
     k_JD = _load_run(k + head * k_sh, start + first, length - first, k_sn, D, BLOCK_J, BLOCK_D)
@@ -149,11 +204,55 @@ def kv_gradient_kernel(
     gk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     gv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     key_J = tl.arange(0, BLOCK_J)
-    end = length
+    n_tokens = length
+    if parents is not None:
+        last = _last_below(parents, segment, n_segments)
+        if not WINDOWED:  # all tokens below the segment see its keys, and lie directly behind it
+            n_tokens = (tl.load(cu_seqlens + last + 1) - start).to(tl.int32)
+    end = n_tokens
     if WINDOWED:
-        end = tl.minimum(first + BLOCK_J - 1 + window, length)
-    for token in range(first, end, BLOCK_Q // MEMBERS):
-        token_Q, member_Q, is_query_Q = _queries(length - token, MEMBERS, BLOCK_Q)
+        end = tl.minimum(first + BLOCK_J - 1 + window, n_tokens)
+    gk_JD, gv_JD = _kv_gradient_of_run(
+        q, k_JD, v_JD, shift, norm, g_out, delta, gk, gv, start, first, end, n_tokens, first, first_head,
+        gk_JD, gv_JD, scale, softcap, window, q_sn, q_sh, g_sn, g_sh,
+        K, G, D, CAPPED, WINDOWED, BLOCK_Q, BLOCK_J, BLOCK_D, MEMBERS,
+    )  # fmt: skip
+    if parents is not None and WINDOWED:
+        for below in range(segment + 1, last + 1):
+            branch, n_tokens = _bounds(cu_seqlens, below)
+            distance, above = length, tl.load(parents + below)
+            while above > segment:
+                _start, n_above = _bounds(cu_seqlens, above)
+                distance += n_above
+                above = tl.load(parents + above)
+            end = tl.minimum(first + BLOCK_J - 1 + window - distance, n_tokens)
+            gk_JD, gv_JD = _kv_gradient_of_run(
+                q, k_JD, v_JD, shift, norm, g_out, delta, gk, gv, branch, 0, end, n_tokens, first - distance,
+                first_head, gk_JD, gv_JD, scale, softcap, window, q_sn, q_sh, g_sn, g_sh,
+                K, G, D, CAPPED, WINDOWED, BLOCK_Q, BLOCK_J, BLOCK_D, MEMBERS,
+            )  # fmt: skip
+
+    place = ((start + first) * K + head) * D + part.to(tl.int64) * part_elements
+    if gk is not None:
+        _store(gk + place, key_J * (K * D), gk_JD * scale, first + key_J < length, D, BLOCK_D)
+    if gv is not None:
+        _store(gv + place, key_J * (K * D), gv_JD, first + key_J < length, D, BLOCK_D)
+
+
+@jit
+def _kv_gradient_of_run(
+    q, k_JD, v_JD, shift, norm, g_out, delta, gk, gv, start, begin, end, n_tokens, first, first_head,
+    gk_JD, gv_JD, scale, softcap, window, q_sn, q_sh, g_sn, g_sh,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from `begin` to `end` of a run of `n_tokens` from `start` on contribute.
+
+    The tile's first key stands `first` behind the run's first token.
+    """
+    key_J = tl.arange(0, BLOCK_J)
+    for token in range(begin, end, BLOCK_Q // MEMBERS):
+        token_Q, member_Q, is_query_Q = _queries(n_tokens - token, MEMBERS, BLOCK_Q)
         here = start + token
         q_QD = _load(q + here * q_sn, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
         g_QD = _load(g_out + here * g_sn, token_Q * g_sn + member_Q * g_sh, is_query_Q, D, BLOCK_D)
@@ -170,12 +269,7 @@ def kv_gradient_kernel(
             delta_Q = tl.load(delta + place_Q, mask=is_query_Q, other=0.0)
             g_product_JQ = weight_JQ * (_dot(v_JD, g_QD.T) - delta_Q[None, :]) * slope_JQ
             gk_JD = _dot(g_product_JQ.to(q_QD.dtype), q_QD, gk_JD)
-
-    place = ((start + first) * K + head) * D + part.to(tl.int64) * part_elements
-    if gk is not None:
-        _store(gk + place, key_J * (K * D), gk_JD * scale, first + key_J < length, D, BLOCK_D)
-    if gv is not None:
-        _store(gv + place, key_J * (K * D), gv_JD, first + key_J < length, D, BLOCK_D)
+    return gk_JD, gv_JD
 
 
 @jit
@@ -187,8 +281,8 @@ def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
     would wait for one load after the other.
 
     Returns:
-        The segment's first token as int64, its length, and the tile's first token in it; past the last one if
-        the tile is empty.
+        The segment, its first token as int64, its length, and the tile's first token in it; past the last one
+        if the tile is empty.
     """
     BOUNDS: tl.constexpr = 256
     segment = tile * 0 - 1
@@ -201,7 +295,34 @@ def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
         segment += tl.sum(starts_by.to(tl.int32), 0)
         start = tl.maximum(start, tl.max(tl.where(starts_by, bound, 0), 0))
         end = tl.minimum(end, tl.min(tl.where(starts_by, 2147483647, bound), 0))
-    return start.to(tl.int64), end - start, (tile - segment - start // TOKENS) * TOKENS
+    return segment, start.to(tl.int64), end - start, (tile - segment - start // TOKENS) * TOKENS
+
+
+@jit
+def _bounds(cu_seqlens, segment):
+    """Return a segment's first token as int64, and its length."""
+    start = tl.load(cu_seqlens + segment)
+    return start.to(tl.int64), tl.load(cu_seqlens + segment + 1) - start
+
+
+@jit
+def _parent_of(parents, cu_seqlens, segment, first):
+    """Return the parent or -1, its first token and length, and how far `first` stands behind that token."""
+    parent = tl.load(parents + segment)
+    start, length = _bounds(cu_seqlens, tl.maximum(parent, 0))
+    return parent, start, length, first + length
+
+
+@jit
+def _last_below(parents, segment, n_segments):
+    """Return the last segment below this one, or itself: the next one below none of them is a sibling."""
+    BOUNDS: tl.constexpr = 256
+    last = n_segments - 1
+    for first in range(segment + 1, n_segments, BOUNDS):
+        s = first + tl.arange(0, BOUNDS)
+        parent = tl.load(parents + s, mask=s < n_segments, other=-1)
+        last = tl.minimum(last, tl.min(tl.where(parent < segment, s - 1, 2147483647), 0))
+    return last
 
 
 @jit

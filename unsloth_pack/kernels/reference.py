@@ -222,24 +222,30 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
-    lengths = cu_seqlens.diff().tolist()
-    group = q.shape[1] // k.shape[1]
-    wide = wide_dtype(q)
-    outs = []
-    for q_LHD, k_LKD, v_LKD in zip(*(x.to(wide).split(lengths) for x in (q, k, v)), strict=True):
-        k_LHD, v_LHD = (x.repeat_interleave(group, dim=1) for x in (k_LKD, v_LKD))
-        z_HLL = scale * torch.einsum("qhd,khd->hqk", q_LHD, k_LHD)
+    starts, group, wide = cu_seqlens.tolist(), q.shape[1] // k.shape[1], wide_dtype(q)
+    parent_of = [-1] * (len(starts) - 1) if parents is None else parents.tolist()
+    outs: list[Tensor] = []
+    paths: list[Tensor] = []  # by segment: its tokens behind those that it continues
+    for start, end, parent in zip(starts, starts[1:], parent_of, strict=False):
+        own = torch.arange(start, end, device=q.device)
+        paths.append(torch.cat([*([] if parent < 0 else [paths[parent]]), own]))
+        q_LHD, k_MHD, v_MHD = (
+            q[own].to(wide),
+            *(x[paths[-1]].to(wide).repeat_interleave(group, dim=1) for x in (k, v)),
+        )
+        z_HLM = scale * torch.einsum("qhd,khd->hqk", q_LHD, k_MHD)
         if softcap is not None:
-            z_HLL = softcap * torch.tanh(z_HLL / softcap)
-        tokens = torch.arange(len(q_LHD), device=q.device)
-        age = tokens[:, None] - tokens[None, :]
+            z_HLM = softcap * torch.tanh(z_HLM / softcap)
+        places = torch.arange(len(k_MHD), device=q.device)
+        age = places[len(k_MHD) - len(q_LHD) :, None] - places[None, :]
         is_seen = (age >= 0) if window is None else (age >= 0) & (age < window)
-        z_HLL = z_HLL.masked_fill(~is_seen, -torch.inf)
+        z_HLM = z_HLM.masked_fill(~is_seen, -torch.inf)
         if sinks is not None:
-            z_HLL = torch.cat([z_HLL, sinks.to(wide)[:, None, None].expand(-1, len(tokens), 1)], dim=-1)
-        weights = z_HLL.softmax(-1)[..., : len(tokens)]
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v_LHD))
+            z_HLM = torch.cat([z_HLM, sinks.to(wide)[:, None, None].expand(-1, len(own), 1)], dim=-1)
+        weights = z_HLM.softmax(-1)[..., : len(places)]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v_MHD))
     return torch.cat(outs).to(q.dtype)
 
 

@@ -33,7 +33,7 @@ class ModelTeacher:
         self.packed = packed
         probe(model)
         self._model = model.eval()
-        self._head = read_head(model, model.spec, model.is_wrapper).at_temperature(packed.temperature)
+        self._head = read_head(model).at_temperature(packed.temperature)
 
     @torch.no_grad()
     def __call__(
