@@ -37,6 +37,7 @@ REFUSED = [
     (gated, {"activation": "relu"}, "activation is 'relu': pass silu or gelu_tanh"),
     (varlen, {"q": zeros(5, 3, 8)}, "3 and 2 heads of 8: pass a multiple"),
     (varlen, {"cu_seqlens": VARLEN["cu_seqlens"].long()}, "cu_seqlens is torch.int64: pass"),
+    (varlen, {"parents": zeros(3, dtype=torch.int32)}, r"parents is 3 of torch.int32: pass \[segments\]"),
     (varlen, {"window": 0}, "window is 0 and softcap None: pass positive ones"),
     (lce, {"hidden": zeros(5, 6)}, r"weight is \[40, 8\] on cpu: pass \[V, C\] of C = 6"),
     (lce, {"labels": zeros(5)}, "labels are torch.float32: cast them"),

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from unsloth_pack.attention import flash, sdpa, triton_varlen
+from unsloth_pack.attention.branches import BranchKeys
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
 from unsloth_pack.packed_row.images import BlockRows
@@ -39,6 +40,8 @@ class Backend:
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
     needs_trial: bool = True  # a tiny step must show that it runs: its package may be built for another torch
     takes_other_v: bool = False  # v may have another head size than q and k; otherwise zeros pad the smaller
+    # `attend` takes a row that branches. Otherwise it takes the causal `keys` of each segment, another row
+    takes_branches: bool = False
     # `attend` takes `keys`, another row: a segment of queries attends to the segment in its place there
     takes_other_keys: bool = False
 
@@ -51,12 +54,15 @@ BACKENDS = {  # fastest first
         room_is_free=True,
         why_not_by_default=triton_varlen.why_not_by_default,
         needs_trial=False,  # its kernels would be compiled for other heads than the layer's
+        takes_branches=True,
     ),
     "flash": Backend(
         flash.why_unavailable, flash.attend, flash.kernel_name, can_be_captured=True, takes_other_keys=True
     ),
     "xformers": Backend(flash.why_no_xformers, flash.attend_by_xformers),
-    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_other_keys=True),
+    "sdpa": Backend(
+        sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_branches=True, takes_other_keys=True
+    ),
 }
 
 
@@ -69,7 +75,7 @@ def attend(
     backend: str = "auto",
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend within the segments of a row: no token sees another segment.
+    """Attend within the segments of a row: no token sees another segment, but for those that its continues.
 
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
@@ -86,7 +92,12 @@ def attend(
     """
     need = _read_need(q_NHD, v_NKV, options)
     name, _ = choose_backend(backend, need)
-    out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
+    if row.parent is None or BACKENDS[name].takes_branches:
+        out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
+    else:
+        keys = BranchKeys.from_row(row, options.window)
+        k_MKD, v_MKV = keys.gather(k_NKD), keys.gather(v_NKV)
+        out_NHV = _run(BACKENDS[name], q_NHD, k_MKD, v_MKV, row, options, sinks_H=sinks_H, keys=keys.row)
     if not len(row.blocks):
         return out_NHV
     return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)

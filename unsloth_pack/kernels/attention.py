@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,15 +116,14 @@ def varlen_attention(
     """
     tensors = dict(q=("NHD", q), k=("NKD", k), v=("NKD", v), sinks=("H", sinks))
     check_shapes(**tensors, cu_seqlens=("S", cu_seqlens))
-    check_shapes(cu_seqlens=("S", cu_seqlens[1:]), parents=("S", parents))
     check_dtypes(q=q, k=k, v=v)
     (_, H, D), K = q.shape, k.shape[1]
     if not K or H % K or not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"{H} and {K} heads of {D}: pass a multiple, and a size from 1 to {MAX_HEAD_DIM}")
     if cu_seqlens.dtype != torch.int32 or not len(cu_seqlens):
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}: pass [segments + 1] of torch.int32")
-    if parents is not None and parents.dtype != torch.int32:
-        raise ValueError(f"parents is {parents.dtype}: pass [segments] of torch.int32")
+    if parents is not None and (parents.dtype, len(parents)) != (torch.int32, len(cu_seqlens) - 1):
+        raise ValueError(f"parents is {len(parents)} of {parents.dtype}: pass [segments] of torch.int32")
     if (window is not None and window < 1) or (softcap is not None and not 0 < softcap < math.inf):
         raise ValueError(f"window is {window} and softcap {softcap}: pass positive ones, or None")
     if not takes_fused_path(q, k):
@@ -150,12 +150,11 @@ class _VarlenAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
+        row = cu_seqlens, parents
         with torch.cuda.device_of(q):
             tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
-            _launch(
-                forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), (cu_seqlens, parents), options
-            )
-        ctx.save_for_backward(q, k, v, out, shift, norm, sinks, cu_seqlens, parents)
+            _launch(forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), row, options)
+        ctx.save_for_backward(q, k, v, out, shift, norm, sinks, *row)
         ctx.options = options
         return out
 
@@ -205,7 +204,7 @@ def _launch(
     by_queries: bool,
     tensors: tuple[Tensor | int | None, ...],
     strided: tuple[Tensor, ...],
-    row: tuple[Tensor, Tensor | None],
+    row: Sequence[Any],  # `cu_seqlens` and `parents`, or None without branches
     options: _Options,
     members: int | None = None,
 ) -> None:
@@ -214,8 +213,7 @@ def _launch(
     scale, window, softcap = options
     heads = members or H // K
     queries = max(tile.queries, triton.next_power_of_2(heads))
-    cu_seqlens, _parents = row
-    n_segments = len(cu_seqlens) - 1
+    n_segments = len(row[0]) - 1
     n_tiles = N // (queries // heads if by_queries else tile.keys) + n_segments
     kernel[(K * n_tiles, H // K // heads)](
         *tensors, *row, n_segments, scale, softcap or 1.0, window or N,
