@@ -4,6 +4,7 @@ The truth is every path from a root to a segment, alone in plain transformers in
 """
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch
 from test_attention import written_out
 from tiny import DEVICE, error, random_documents, tiny_model
 
-from unsloth_pack import patch_model
-from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack import LeakFound, patch_model, probe, verify
+from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, sdpa
 from unsloth_pack.errors import InputError
+from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.packed_row import describe
 from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.prefixes import group_by_prefix
 from unsloth_pack.packed_row.row import PackedRow
@@ -277,3 +280,181 @@ def test_groups_share_what_they_have_in_common_and_save_about_as_much_as_any():
         ratios.append(sum((len(group) - 1) * n_shared for group, n_shared in groups) / most)
     assert min(ratios) > 0.8
     assert np.mean(np.array(ratios) == 1) > 0.9
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_changing_a_branch_moves_no_bit_of_another_and_changing_the_prefix_moves_all(arch):
+    model = tiny_model(arch).eval()
+    patch_model(model)
+    batch = batch_of(answers_to((40, 9), ((4, 9, 30), (5, 5))))
+    counts, (_, prefix, others) = computed_tokens(model), (None, [0, 1, 2], [3, 4])
+
+    def run(place=None):
+        ids = batch["input_ids"].clone()
+        if place is not None:
+            ids[place] = 255 - ids[place]
+        with torch.no_grad():
+            return model(ids, attention_mask=batch["attention_mask"], use_cache=False).logits
+
+    before = run()
+    changed = run((1, 43))
+    assert torch.equal(before[[0, 2, 3, 4]], changed[[0, 2, 3, 4]])
+    assert torch.equal(before[1, :43], changed[1, :43])
+    assert (before[1, 43:49] != changed[1, 43:49]).any(dim=-1).all()
+    changed = run((prefix, 39))
+    assert torch.equal(before[others], changed[others])
+    assert all((before[row, 39] != changed[row, 39]).any() for row in prefix)
+    assert all((before[row, 40:44] != changed[row, 40:44]).any(dim=-1).all() for row in prefix)
+    assert {*counts} == {40 + 4 + 9 + 30 + 9 + 5 + 5}
+
+
+# Planted leaks
+
+
+def sees_its_sibling(q, k, v, row, options):
+    """Every branch continues the segment before it."""
+    parent = [s - 1 if before >= 0 else -1 for s, before in enumerate(row.parent or ())]
+    return sdpa.attend(q, k, v, replace(row, parent=tuple(parent) or None, _built={}), options)
+
+
+def prefix_sees_a_branch(q, k, v, row, options):
+    out = sdpa.attend(q, k, v, row, options)
+    if row.parent is None:
+        return out
+    return out.index_add(0, torch.tensor([0]), 1e-2 * v[row.starts[1]].mean().expand_as(out[:1]))
+
+
+def window_ends_at_the_branch(q, k, v, row, options):
+    whole = row if options.window is None else replace(row, parent=None, _built={})
+    return sdpa.attend(q, k, v, whole, options)
+
+
+def without_prefix(q, k, v, row, options):
+    return sdpa.attend(q, k, v, replace(row, parent=None, _built={}), options)
+
+
+BETWEEN, ALONE = {"leak between branches", "leak into gradients between branches"}, {"branches against alone"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "arch", "caught", "is_probed"),
+    [
+        (sees_its_sibling, "llama", BETWEEN | ALONE, True),
+        (prefix_sees_a_branch, "llama", BETWEEN | ALONE, True),
+        (window_ends_at_the_branch, "gemma2", ALONE, False),
+        (without_prefix, "llama", BETWEEN | ALONE, True),
+        ("positions off by one", "llama", ALONE, False),
+    ],
+)
+def test_a_planted_leak_between_branches_is_caught(wrong, arch, caught, is_probed, monkeypatch):
+    model = tiny_model(arch, device="cpu")
+    patch_model(model)
+    documents = [document.tolist() for document in random_documents([9, 1, 14])]
+    assert verify(model, documents=documents).passed
+    if callable(wrong):
+        monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], attend=wrong))
+    else:
+        right = describe.count_tokens_above
+        off = lambda lengths, parent: right(lengths, parent) + (np.array(parent) >= 0)  # noqa: E731
+        monkeypatch.setattr(describe, "count_tokens_above", off)
+    report = verify(model, documents=documents)
+    assert {check.name for check in report.checks if not check.passed} == caught
+    if is_probed:
+        with pytest.raises(LeakFound, match="documents of a packed row"):
+            model(**{name: x.cpu() for name, x in batch_of(answers_to((17,), ((4, 9),))).items()})
+        with pytest.raises(LeakFound, match="documents of a packed row"):
+            probe(model)
+
+
+# Whatever computes the layers
+
+
+def checkpointed(mode):
+    return lambda model: enable_checkpointing(model, mode)
+
+
+def reentrant(model):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+@pytest.mark.parametrize(
+    ("lora", "prepare"),
+    [
+        ({}, checkpointed(True)),
+        ({}, checkpointed("offload")),
+        ({}, checkpointed("auto")),
+        ({}, reentrant),
+        ({"use_dora": True}, None),
+        ({"lora_bias": True}, None),
+    ],
+    ids=["checkpointed", "offload", "auto", "reentrant", "DoRA", "bias"],
+)
+def test_checkpointing_and_layers_that_are_not_fused_share(lora, prepare):
+    batch = batch_of(answers_to((17, 9), ((4, 9, 1), (3, 5))))
+    results = []
+    for shares in (True, False):
+        model = tiny_model("llama", torch.float64, lora=lora)
+        patch_model(model, share_prefixes=shares)
+        if prepare is not None:
+            prepare(model)
+        counts = computed_tokens(model)
+        weights = torch.randn(
+            int(batch["attention_mask"].sum()), 256, generator=torch.Generator().manual_seed(0)
+        )
+        results.append((counts, *logits_and_gradients(model, [batch], weights.double().to(DEVICE))))
+    (counts, logits, grads), (whole_counts, truth, true_grads) = results
+    assert (counts[0], whole_counts[0]) == (17 + 9 + 22, 3 * 17 + 2 * 9 + 22)
+    assert error(logits, truth) < 1e-12
+    assert max(error(grads[name], true_grads[name]) for name in true_grads) < 1e-12
+
+
+# What shares nothing, and says why
+
+
+def embedded(model, batch):
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+
+
+def noisy(model, batch):
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "change", "why"),
+    [
+        ("llama", {"share_prefixes": False}, None, "share_prefixes=False"),
+        ("llama", {"unpad": False}, None, "unpad=False"),
+        ("lfm2", {}, None, "a layer carries a state from token to token"),
+        ("falcon_h1", {}, None, "a layer carries a state from token to token"),
+        ("dynamic", {}, None, "the rotary embedding depends on the length of a document"),
+        ("llama", {}, embedded, "kept in 1 batches: it comes as embeddings"),
+        ("llama", {}, noisy, "kept in 1 batches: NEFTune's noise depends on the length of a document"),
+    ],
+)
+def test_what_shares_no_prefixes_says_why(arch, options, change, why):
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    model = tiny_model("llama", **rope) if arch == "dynamic" else tiny_model(arch)
+    patch = patch_model(model, **options)
+    batch = batch_of(answers_to((17,), ((4, 9),)))
+    if change is not None:
+        change(model, batch)
+    counts = computed_tokens(model)
+    model(**batch)
+    assert counts == [26 if "unpad" in options else 2 * 17 + 13]
+    assert patch.report.not_fused["prefixes"] == why
+    if change is None and not options:
+        with pytest.raises(InputError, match=f"parents of a packed row: {why}; give every document whole"):
+            model(batch["input_ids"][:1, :20], packed_seq_lengths=[17, 3], parents=[-1, 0])
+
+
+def test_a_prefix_of_few_tokens_is_not_worth_sharing():
+    model = tiny_model("llama")
+    patch = patch_model(model)
+    counts = computed_tokens(model)
+    for n_shared, n_computed in ((3, 60), (4, 56)):  # a sixteenth is 3.75
+        model(**batch_of(answers_to((n_shared,), ((30 - n_shared, 30 - n_shared),))))
+        assert counts.pop() == n_computed
+    assert "4 of 120 tokens saved so far" in patch.report.fused["prefixes"]
+    with pytest.raises(InputError, match="share_prefixes is 1; give True or False"):
+        patch_model(model, share_prefixes=1)

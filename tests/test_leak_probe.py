@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import LeakFound, patch_model, probe
 from unsloth_pack.layers import leak_probe
+from unsloth_pack.packed_row.row import PackedRow
 
 LENGTHS = [9, 14, 5]
 ROW = {
@@ -77,7 +78,7 @@ def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, m
     """One document of this length reaches one of that, in this direction, and no other reaches any."""
 
     class OnePair:
-        attn_backend, vocab_size = "none", 9
+        attn_backend, vocab_size, parent = "none", 9, None
         pair = None
 
         def reached_embeddings(self, documents, scored):
@@ -208,6 +209,6 @@ def test_sharded_parameters_are_left_alone(process_group, looks, caplog):
     decoder = patched().get_decoder()
     fully_shard(decoder.layers[0], mesh=init_device_mesh("cpu", (1,)))
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
-        decoder.leak_probe.look(decoder)
+        decoder.leak_probe.look(decoder, PackedRow.of_lengths((2, 3), decoder.device))
     assert "not probed for leaks between documents: the parameters are sharded" in caplog.text
     assert not looks

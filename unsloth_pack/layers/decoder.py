@@ -81,7 +81,7 @@ class FastDecoder(nn.Module):
     gate_and_up_plan: GateAndUpPlan
     unpadding: Unpadding
     why_no_branches: str | None  # why no segment of its rows may continue another
-    leak_probe: DecoderProbe | None  # None once it has passed, or where it is not wanted
+    leak_probe: DecoderProbe | None  # None where it is not wanted
     kernels_are_compiled: bool
     has_checked_trained_weights: bool
     has_checked_mask: bool
@@ -124,8 +124,7 @@ class FastDecoder(nn.Module):
                 if row.parent is not None and (why := self.why_not_branched()):
                     raise InputError(f"parents of a packed row: {why}; give every document whole")
             if self.leak_probe is not None and self.leak_probe.is_due(self, row):
-                self.leak_probe.look(self)
-                self.leak_probe = None
+                self.leak_probe.look(self, row)
         if self._trains():
             self._warn_if_nothing_trains(inputs_embeds)
         if row is not None:

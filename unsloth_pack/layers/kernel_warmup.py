@@ -53,7 +53,7 @@ def compile_kernels(
                 if trained and loss.requires_grad:  # accumulates no gradient, so that no hook for one runs
                     torch.autograd.grad(loss, trained, allow_unused=True)
             if probe is not None and probe.is_due(decoder, row):
-                probe.compile_kernels(decoder, only)
+                probe.compile_kernels(decoder, row, only)
     except Exception as error:  # the step itself reports it
         logger.debug("kernels are not compiled side by side: %s", error)
 

@@ -85,6 +85,7 @@ def packed_forward(decoder: CapturableDecoder, *args: object, **options: object)
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
 # Direct neighbours differ in the first five documents, every second one in the others
 _SCORED = (0, 2, 4, 7, 8)
+PARENT = (-1, 0, 0, 0, 0, -1, 5, 5, 5, 8)  # where documents continue others
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -94,6 +95,7 @@ class ProbeSubject(Protocol):
 
     attn_backend: str  # for messages
     vocab_size: int  # token ids are smaller
+    parent: Sequence[int] | None = None  # for each document the one that it continues, or -1; None for none
 
     @property
     def layers(self) -> Sequence[nn.Module]: ...
@@ -108,14 +110,16 @@ class ProbeSubject(Protocol):
 def look_for_leaks(probed: ProbeSubject) -> str | None:
     """Send the loss of half of the documents back to the embeddings of all, then that of the other half.
 
-    Returns why the result says nothing about this model, or None; raises LeakFound.
+    Returns why the result says nothing about this model, or None; raises LeakFound, also where a document
+    does not see those that it continues.
     """
     generator = torch.Generator().manual_seed(0)
     documents = random_documents(_LENGTHS, probed.vocab_size, generator)
     for is_scored in (True, False):
         scored = [i for i in range(len(documents)) if (i in _SCORED) == is_scored]
         reached = probed.reached_embeddings(documents, scored)
-        leaks = [(reached[j], j) for j in range(len(documents)) if j not in scored and reached[j] > 0]
+        seen = {*np.argwhere(find_visible(probed.parent, len(documents))[scored])[:, 1].tolist()}
+        leaks = [(reached[j], j) for j in range(len(documents)) if j not in seen and reached[j] > 0]
         if leaks:
             source = max(leaks)[1]
             where = find_leaking_layer(probed, documents, source, generator)
@@ -127,13 +131,25 @@ def look_for_leaks(probed: ProbeSubject) -> str | None:
             return "the gradients of a short packed row are not finite"
         if not all(reached[i] > 0 for i in scored):
             return "no gradient reaches a document's own embeddings"
+        if not all(reached[j] > 0 for j in seen):
+            problem = f"documents of a packed row do not see those they continue, with {probed.attn_backend}"
+            raise LeakFound(f"{problem}; try another attn_backend, or share_prefixes=False")
     return None
+
+
+def find_visible(parent: Sequence[int] | None, n_documents: int) -> np.ndarray:
+    """Return `[documents, documents]` bool: True in the row of a document for itself and its ancestors."""
+    visible = np.eye(n_documents, dtype=bool)
+    for document, before in enumerate(parent or ()):
+        if before >= 0:
+            visible[document] |= visible[before]
+    return visible
 
 
 def find_leaking_layer(
     probed: ProbeSubject, documents: Sequence[Tensor], source: int, generator: torch.Generator
 ) -> str:
-    """Name the first decoder layer in which changing one document changes another."""
+    """Name the first decoder layer in which changing one document changes another that does not see it."""
     mixed = [*documents]
     mixed[source] = change_tokens(documents[source], probed.vocab_size, generator)
     runs = []
@@ -141,11 +157,11 @@ def find_leaking_layer(
         with torch.no_grad(), record_layers(probed.layers) as outputs:
             probed.packed_outputs(row)
         runs.append(outputs)
-    ends = np.cumsum([0, *map(len, documents)]).tolist()
+    visible = find_visible(probed.parent, len(documents))
+    may_differ = torch.from_numpy(np.repeat(visible[:, source], [*map(len, documents)]))
     for number, (before_TC, after_TC) in enumerate(zip(*runs, strict=True)):
         differs = (before_TC != after_TC).any(dim=-1)
-        differs[ends[source] : ends[source + 1]] = False
-        if differs.any():
+        if (differs & ~may_differ.to(differs.device)).any():
             return f"layer {number} ({type(probed.layers[number]).__name__})"
     return "a module after the layers"
 
@@ -184,43 +200,56 @@ def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> li
 
 
 class DecoderProbe:
-    """The probe of a patched decoder, which drops it once it has passed."""
+    """The probe of a patched decoder, once for rows without and once for rows with branches."""
 
     def __init__(self, attn_backend: str):
         self.attn_backend = attn_backend
+        self._passed: set[bool] = set()
 
     def is_due(self, decoder: CapturableDecoder, row: PackedRow) -> bool:
         """Return whether this training row could leak, and the host may look now."""
         return (
-            decoder.training
+            (row.parent is not None) not in self._passed
+            and decoder.training
             and torch.is_grad_enabled()
             and row.is_padding.count(False) > 1
             and not torch.compiler.is_compiling()
             and not (row.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
-    def look(self, decoder: CapturableDecoder) -> None:
-        """Run `look_for_leaks` on the last hidden state; log why if it says nothing."""
+    def look(self, decoder: CapturableDecoder, row: PackedRow) -> None:
+        """Run `look_for_leaks` for rows like this on the last hidden state; log why if it says nothing."""
         # A forward pass would gather parameters from other processes, which may not be at this point
         why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
             with side_effect_free_pass(decoder), bare_forward(decoder):
-                why_not = look_for_leaks(_Decoder(decoder, self.attn_backend))
+                why_not = look_for_leaks(_Decoder(decoder, self.attn_backend, row))
+        self._passed.add(row.parent is not None)
         if why_not is not None:
             logger.warning("not probed for leaks between documents: %s", why_not)
 
-    def compile_kernels(self, decoder: CapturableDecoder, only: Collection[int]) -> None:
+    def compile_kernels(self, decoder: CapturableDecoder, row: PackedRow, only: Collection[int]) -> None:
         """Run these layers as `look` does, without checking the result."""
         documents = random_documents(_LENGTHS, 1, torch.Generator().manual_seed(0))
         with side_effect_free_pass(decoder), bare_forward(decoder):
-            _Decoder(decoder, self.attn_backend, only).reached_embeddings(documents, _SCORED)
+            _Decoder(decoder, self.attn_backend, row, only).reached_embeddings(documents, _SCORED)
 
 
 class _Decoder(ProbeSubject):
-    """A decoder from embeddings to hidden states. Its weights get no gradient; `only` these layers run."""
+    """A decoder from embeddings to hidden states. Its weights get no gradient; `only` these layers run.
 
-    def __init__(self, decoder: CapturableDecoder, attn_backend: str, only: Collection[int] | None = None):
+    Its documents continue others if those of `row` do.
+    """
+
+    def __init__(
+        self,
+        decoder: CapturableDecoder,
+        attn_backend: str,
+        row: PackedRow,
+        only: Collection[int] | None = None,
+    ):
         self.attn_backend = attn_backend
+        self.parent = None if row.parent is None else PARENT
         self.vocab_size = len(decoder.get_input_embeddings().weight)
         self._decoder, self._only = decoder, only
 
@@ -247,7 +276,8 @@ class _Decoder(ProbeSubject):
 
     def _run(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         lengths = tuple(map(len, documents))
-        row = PackedRow.of_lengths(lengths, embeddings_1TC.device)
+        parent = None if self.parent is None else (*self.parent,)
+        row = PackedRow.of_lengths(lengths, embeddings_1TC.device, parent)
         ids = torch.cat(list(documents)).to(embeddings_1TC.device)[None]
         inputs = embed_per_layer(self._decoder, ids)
         output = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **inputs)

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.layers.leak_probe import greatest_by_document, random_documents
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.row import IGNORE_INDEX
+from unsloth_pack.verification import leaks
 from unsloth_pack.verification.leaks import (
     SLACK,
     Check,
@@ -29,6 +31,8 @@ from unsloth_pack.verification.leaks import (
 from unsloth_pack.verification.subject import Gradients, ImageSubject, Pictured, Subject, build_example
 
 _SAMPLES = 6  # of rounding, before a larger difference fails
+_FOREST_LENGTHS, _FOREST = (33, 1, 19, 64, 129, 7), (-1, 0, 0, 2, -1, 4)
+_BEHIND = 9  # tokens of a branch of a document as long as the sliding window
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
@@ -160,6 +164,51 @@ def _sum_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+def check_branches(subject: Subject, room: int, generator: torch.Generator) -> list[Check]:
+    """Check that documents that continue others see those alone, and equal themselves behind them.
+
+    No check for a model whose rows have no branches.
+    """
+    if not subject.takes_branches:
+        return []
+    lengths, parent = [*_FOREST_LENGTHS], [*_FOREST]
+    for window in sorted(subject.windows):
+        if sum(lengths) + window + _BEHIND <= room:  # it begins in the first and ends in the second
+            parent += [-1, len(parent)]
+            lengths += [window, _BEHIND]
+    forest = subject.with_branches(parent)
+    documents = random_documents(lengths, subject.vocab_size, generator)
+    reached = []
+    for number, document in enumerate(documents):
+        packed = forest.gradients(document, partial(_packed_output, forest, documents, number))
+        reached.append(greatest_by_document(packed.embeddings[0], documents))
+    return [
+        leaks.check_logits(forest, documents, generator),
+        leaks.check_gradients(forest, documents, reached, generator),
+        _check_branches_alone(forest, documents),
+    ]
+
+
+def _packed_output(subject: Subject, documents: Sequence[Tensor], number: int) -> Tensor:
+    return subject.packed_outputs(documents)[number]
+
+
+def _check_branches_alone(forest: Subject, documents: Sequence[Tensor]) -> Check:
+    """Compare the logits of every document in the row with those behind its ancestors alone."""
+    paths = [torch.cat([documents[i] for i in path]) for path in forest.paths(len(documents))]
+
+    def run(logits_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [logits_of(path)[-len(document) :] for document, path in zip(documents, paths, strict=True)]
+
+    return _compare_logits(
+        "branches against alone",
+        forest.packed_outputs(documents),
+        partial(run, forest.logits_alone),
+        partial(run, forest.logits_perturbed),
+        forest.dtype,
+    )
+
+
 def check_images(subject: Subject, generator: torch.Generator) -> list[Check]:
     """Check that images reach the tokens of their own document only; no check for a model without images."""
     if subject.vision is None:
@@ -207,15 +256,31 @@ def _check_image_gradients(pictured: ImageSubject, documents: Sequence[Pictured]
 
 def _check_images_alone(pictured: ImageSubject, documents: Sequence[Pictured]) -> Check:
     """Compare the logits of every document in the row with the document alone."""
-    yardsticks: list[float] = []
-    with torch.no_grad():
-        alone = [pictured.logits_alone(document) for document in documents]
 
-        def errors(logits: Sequence[Tensor]) -> list[float]:
-            return [relative_error([got], [expected]) for got, expected in zip(logits, alone, strict=True)]
+    def run() -> list[Tensor]:
+        return [pictured.logits_alone(document) for document in documents]
 
-        packed = errors(pictured.logits(documents))
-        for _ in range(_SAMPLES):
-            with pictured.subject.perturbed_layers():
-                yardsticks += errors([pictured.logits_alone(document) for document in documents])
-    return _check_errors("logits with images against alone", packed, yardsticks, pictured.subject.dtype)
+    def run_perturbed() -> list[Tensor]:
+        with pictured.subject.perturbed_layers():
+            return run()
+
+    name, dtype = "logits with images against alone", pictured.subject.dtype
+    return _compare_logits(name, pictured.logits(documents), run, run_perturbed, dtype)
+
+
+@torch.no_grad()
+def _compare_logits(
+    name: str,
+    packed: Sequence[Tensor],
+    alone: Callable[[], list[Tensor]],
+    perturbed: Callable[[], list[Tensor]],
+    dtype: torch.dtype,
+) -> Check:
+    """Check the logits of the documents in a row against those alone, and samples of their rounding."""
+    truth = alone()
+
+    def errors(logits: Sequence[Tensor]) -> list[float]:
+        return [relative_error([got], [expected]) for got, expected in zip(logits, truth, strict=True)]
+
+    yardsticks = [error for _ in range(_SAMPLES) for error in errors(perturbed())]
+    return _check_errors(name, errors(packed), yardsticks, dtype)

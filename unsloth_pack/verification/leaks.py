@@ -21,8 +21,10 @@ from torch import Tensor
 
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.layers.leak_probe import (
+    PARENT,
     change_tokens,
     find_leaking_layer,
+    find_visible,
     look_for_leaks,
     random_documents,
     record_layers,
@@ -74,21 +76,24 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
     """
     subject = Subject(model, describe)
     with side_effect_free_pass(model):
-        if why_not := look_for_leaks(subject):
-            raise LeakFound(f"{why_not}; nothing can be probed")
+        for probed in [subject, *([subject.with_branches(PARENT)] if subject.takes_branches else [])]:
+            if why_not := look_for_leaks(probed):
+                raise LeakFound(f"{why_not}; nothing can be probed")
     if (patch := patch_of(model)) is not None:
         patch.skip_probe()
 
 
 def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch.Generator) -> Check:
     """Change every token of one document at a time and compare the logits of the others."""
-    name = "leak into logits"
+    name = "leak into logits" if subject.parent is None else "leak between branches"
+    may_move = find_visible(subject.parent, len(documents)).T
     with torch.no_grad():
         change = partial(change_tokens, vocab_size=subject.vocab_size, generator=generator)
         noise, moved = change_in_turn(subject.packed_outputs, documents, change)
-        value, source, victim = worst_pair(moved)
-        if (blind := np.flatnonzero(moved.diagonal() <= noise)).size:
-            return Check(name, value, noise, f"document {blind[0]} does not change its own logits", False)
+        value, source, victim = worst_pair(moved, may_move)
+        if (blind := np.argwhere(may_move & (moved <= noise))).size:
+            detail = "document {} does not change the logits of document {}".format(*blind[0])
+            return Check(name, value, noise, detail, False)
         if value == 0:
             return Check.of(name, value, 0.0, "no bit of any other document's logits changes")
         allowed = SLACK * noise
@@ -122,10 +127,10 @@ def change_in_turn(
     return noise, moved
 
 
-def worst_pair(matrix: np.ndarray) -> tuple[float, int, int]:
-    """Return the largest entry off the diagonal, or a NaN, with its row and column."""
+def worst_pair(matrix: np.ndarray, is_expected: np.ndarray | None = None) -> tuple[float, int, int]:
+    """Return the largest entry off the diagonal, or a NaN, with its row and column; no expected one."""
     others = matrix.copy()
-    np.fill_diagonal(others, 0)
+    others[np.eye(len(matrix), dtype=bool) if is_expected is None else is_expected] = 0
     row, column = np.unravel_index(others.argmax(), others.shape)
     return float(others[row, column]), int(row), int(column)
 
@@ -137,12 +142,14 @@ def check_gradients(
 
     `reached` holds, for each document's loss, the largest gradient at every document's embeddings.
     """
-    name = "leak into gradients"
-    matrix = np.array(reached)
-    for victim, own in enumerate(matrix.diagonal()):
-        if not own > 0:
-            return Check(name, float(own), 0.0, f"document {victim} has no gradient of its own", False)
-    value, victim, source = worst_pair(matrix)
+    name = "leak into gradients" if subject.parent is None else "leak into gradients between branches"
+    matrix, visible = np.array(reached), find_visible(subject.parent, len(documents))
+    for victim, source in np.argwhere(visible):
+        if not (own := matrix[victim, source]) > 0:
+            detail = f"document {victim} has no gradient of its own"
+            detail = detail if victim == source else f"the loss of document {victim} does not reach {source}"
+            return Check(name, float(own), 0.0, detail, False)
+    value, victim, source = worst_pair(matrix, visible)
     if value == 0:
         return Check.of(name, value, 0.0, "exactly 0 at the embeddings of every other document")
     where = find_leaking_layer(subject, documents, source, generator)

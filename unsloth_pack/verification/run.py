@@ -117,6 +117,8 @@ def verify(
         ]
         progress("counted tokens")
         checks += agreement.check_counting(subject, row, collate, against_alone)
+        progress("branches")
+        checks += agreement.check_branches(subject, room, generator)
         progress("images")
         checks += agreement.check_images(subject, generator)
     return VerifyReport(

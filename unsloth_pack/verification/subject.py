@@ -7,6 +7,7 @@ S the side of an image or tile in pixels.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.leak_probe import ProbeSubject, greatest_by_document, random_documents
+from unsloth_pack.layers.leak_probe import (
+    ProbeSubject,
+    find_visible,
+    greatest_by_document,
+    random_documents,
+)
 from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, add_row, encode_images, shape_images
 from unsloth_pack.models import vision_spec_for
@@ -71,6 +77,17 @@ class Subject(ProbeSubject):
         self.vision = vision_spec_for(model.config.model_type)
         self.image_token = None if self.vision is None else int(getattr(model.config, self.vision.token))
         self.description = describe or ("position_ids" if patch is None else "packed_seq_lengths")
+        self.takes_branches = patch is not None and model.get_decoder().why_not_branched() is None
+
+    def with_branches(self, parent: Sequence[int]) -> "Subject":
+        """Return the subject of rows whose documents continue others."""
+        other = copy(self)
+        other.parent, other.description = parent, "packed_seq_lengths"
+        return other
+
+    def paths(self, n_documents: int) -> list[list[int]]:
+        """Return the numbers of the documents that each sees, itself included, in order."""
+        return [np.flatnonzero(seen).tolist() for seen in find_visible(self.parent, n_documents)]
 
     @cached_property
     def layers(self) -> list[nn.Module]:
@@ -109,7 +126,8 @@ class Subject(ProbeSubject):
         described: Mapping[str, Any]
         match self.description:
             case "packed_seq_lengths":
-                described = {"packed_seq_lengths": list(lengths)}
+                parents = None if self.parent is None else list(self.parent)
+                described = {"packed_seq_lengths": list(lengths), "parents": parents}
             case "position_ids":
                 along = _restarting_positions(lengths)
                 described = {"position_ids": along if axes is None else torch.cat([along[None], axes])}
