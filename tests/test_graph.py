@@ -187,6 +187,21 @@ def test_a_static_row_forgets_the_row_before():
         assert torch.equal(static.position_ids, alone.position_ids)
 
 
+def test_a_static_row_takes_branches():
+    static = PackedRow.static(64, 64, 64, CPU, has_branches=True)
+    for lengths, parent in (((9, 5, 5, 20), (-1, 0, 0, -1)), ((3, 1), (-1, 0))):
+        row = PackedRow.of_lengths(lengths, CPU, parent)
+        assert ShapeBucket.of(row) == ShapeBucket(64, 64, 64, None, branches=True)
+        static.fill(row)
+        assert static.parents.tolist() == [*parent, *[-1] * (64 - len(parent))]
+        assert static.parents.dtype == torch.int32
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        assert static.cu_seqlens.tolist() == [0, *ends, *[64] * (64 - len(ends))]
+        assert torch.equal(static.position_ids[: row.n_tokens], row.position_ids)
+        assert not ShapeBucket(64, 64, 64, None).holds(row)
+        assert not ShapeBucket.of(row).holds(PackedRow.of_lengths(lengths, CPU))
+
+
 _OF_ITS_OWN = "gradient checkpointing with use_reentrant=True, or with a function or options of its own"
 
 
@@ -660,6 +675,30 @@ def test_captured_steps_are_uncaptured_steps(arch, adapter):
     capture(models)
     for step in range(4, 10):
         assert_alike(models, step_both(models, step))
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_rows_that_branch_are_captured_where_kernels_read_parents(backend):
+    models = pair()
+    for model, why_never in zip(models, (None, "for comparison"), strict=True):
+        patch_model(model, backend)
+        graphs_of(model).why_never = why_never
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(3, 256, (6, 90), generator=generator)
+        ids[:, : 40 + step] = ids[:1, : 40 + step]
+        mask = (torch.arange(90) < 90 - 3 * torch.arange(6)[:, None]).long()
+        batch = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        losses = []
+        for model in models:
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+        assert_alike(models, losses)
+    is_captured = str(graphs_of(models[0])).startswith("captured for")
+    assert is_captured == (backend == "triton")
 
 
 def evaluate(models):

@@ -145,7 +145,8 @@ class CapturedShape:
         windows: Iterable[int | None] = (),
     ):
         sizes = bucket.tokens, bucket.segments, bucket.longest
-        self.row = PackedRow.static(*sizes, device, bucket.axes, bucket.blocks is not None)
+        has_blocks = bucket.blocks is not None
+        self.row = PackedRow.static(*sizes, device, bucket.axes, has_blocks, bucket.branches)
         self.blocks = None if bucket.blocks is None else _StaticBlocks(self.row, bucket.blocks, windows)
         # Rotary tables are outside the graphs' pool: later rows read them too
         self._tables = [rotary.for_row(self.row) for rotary in decoder.rotary_tables.values()]

@@ -106,6 +106,7 @@ class ShapeBucket:
     embedded: EmbeddedShape | None = None  # None for token ids
     axes: bool = False  # tokens may have other positions in time, height and width than along the text
     blocks: BlockShape | None = None  # of bidirectional tokens. With them the last token is padding
+    branches: bool = False  # segments continue others
 
     @classmethod
     def of(
@@ -117,7 +118,7 @@ class ShapeBucket:
         longest = power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, power_of_2(_segments(row, tokens, longest)))
         kind = autocast_dtype(), router_logits, embedded, row.has_own_axes
-        return cls(tokens, segments, longest, *kind, blocks)
+        return cls(tokens, segments, longest, *kind, blocks, row.parent is not None)
 
     def widened(self, others: Iterable["ShapeBucket"], room: int) -> "ShapeBucket":
         """Widen to the segments, their length and the blocks of other shapes with no more tokens.
@@ -143,7 +144,8 @@ class ShapeBucket:
     @property
     def kind(self) -> tuple[object, ...]:
         """All but the sizes."""
-        return self.autocast, self.router_logits, self.embedded, self.axes, self.blocks is not None
+        has_blocks = self.blocks is not None
+        return self.autocast, self.router_logits, self.embedded, self.axes, has_blocks, self.branches
 
     def holds(
         self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedShape | None = None
@@ -157,6 +159,7 @@ class ShapeBucket:
             and router_logits == self.router_logits
             and embedded == self.embedded
             and (self.axes or not row.has_own_axes)
+            and self.branches == (row.parent is not None)
             and (self.blocks is not None) == bool(len(row.blocks))
             and (self.blocks is None or self.blocks.holds(row))
         )

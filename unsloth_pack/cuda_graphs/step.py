@@ -145,6 +145,8 @@ class StepGraphs(GraphCache):
         """Explain why this row of a step is not captured, or None."""
         if len(row.blocks) and not self.windows:
             return "the tokens of images see each other in both directions, which is computed on the host"
+        if row.parent is not None and not self._room_is_free:
+            return "this attention backend copies the keys of a shared prefix, by lists of the host"
         if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
             return "no weight of the decoder is trained, nor its inputs"
         return None

@@ -203,7 +203,7 @@ class FastDecoder(nn.Module):
         if inputs_embeds is not None:
             inputs = Embedded(inputs_embeds, take_visual_by_layer(row, dict(kwargs)))
         graphs = None if self._wants_more(kwargs, inputs_embeds) else self.step_graphs
-        if self.step_graphs.why_never is not None or row.parent is not None:
+        if self.step_graphs.why_never is not None:
             graphs = None
         router = "output_router_logits"
         wants_router = bool(kwargs.get(router, getattr(self.config, router, False)))

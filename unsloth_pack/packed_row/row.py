@@ -66,10 +66,12 @@ class PackedRow:
         device: torch.device,
         has_axes: bool = False,
         both_ways: bool = False,
+        has_branches: bool = False,
     ) -> "PackedRow":
         """Build a row of fixed sizes for CUDA graphs, to `fill` anew every step.
 
-        Only sizes, `cu_seqlens`, `position_ids` and `axis_ids` mean anything; any token may be an image's.
+        Only sizes, `cu_seqlens`, `parents`, `position_ids` and `axis_ids` mean anything; any token may be an
+        image's.
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls(
@@ -81,15 +83,22 @@ class PackedRow:
             axes=np.tile(positions, (3, 1)) if has_axes else None,
             visual=np.arange(n_tokens),
             both_ways=both_ways,
+            parent=(-1,) * n_segments if has_branches else None,
         )
         # One tensor, so that one transfer fills all
         n_positions = (4 if has_axes else 1) * n_tokens
-        numbers = torch.zeros(n_positions + n_segments // 2 + 1, dtype=torch.int64, device=device)
+        n_by_segment = n_segments // 2 + 1  # pairs of int32
+        size = n_positions + (2 if has_branches else 1) * n_by_segment
+        numbers = torch.zeros(size, dtype=torch.int64, device=device)
         row._built["static"], row.__dict__["position_ids"] = numbers, numbers[:n_tokens]
         if has_axes:
             row.__dict__["axis_ids"] = numbers[n_tokens:n_positions].view(3, n_tokens)
-        row.__dict__["cu_seqlens"] = numbers[n_positions:].view(torch.int32)[: n_segments + 1]
+        by_segment = numbers[n_positions:].view(torch.int32)
+        row.__dict__["cu_seqlens"] = by_segment[: n_segments + 1]
         row.cu_seqlens.fill_(n_tokens)
+        if has_branches:
+            row.__dict__["parents"] = by_segment[2 * n_by_segment :][:n_segments]
+            row.parents.fill_(-1)
         return row
 
     def fill(self, row: "PackedRow") -> None:
@@ -106,6 +115,9 @@ class PackedRow:
         by_axis = numbers[:n_positions].reshape(len(positions), n_tokens)
         by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = positions, tail
         cu_seqlens = numbers[n_positions:].view(np.int32)
+        if self.parent is not None and row.parent is not None:
+            cu_seqlens, parents = np.split(cu_seqlens, 2)
+            parents[: len(row.parent)], parents[len(row.parent) :] = row.parent, -1
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
         static.copy_(self.pinned(numbers), non_blocking=True)
 
