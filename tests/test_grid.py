@@ -18,6 +18,13 @@ PART = dict.fromkeys(
         *cases(variant=["plain"], dtype=["bfloat16", "float32"], checkpointing=["False", "True"]),
         *cases(arch=["qwen2", "gemma3_text"], window=["short"], dtype=["bfloat16"], checkpointing=["False"]),
         *cases(arch=["llama"], variant=["plain"], dtype=["float16", "nf4"]),
+        *cases(
+            arch=["llama", "gemma2", "gpt_oss", "gemma4_text", "deepseek_v3"],
+            window=["short", "none"],
+            variant=["branches"],
+            dtype=["bfloat16", "float32"],
+            checkpointing=["False"],
+        ),
         *cases(arch=["qwen3_moe"], variant=["plain", "bias"], dtype=["nf4"], checkpointing=["auto"]),
         *cases(
             arch=["gpt_oss"],
@@ -39,6 +46,8 @@ PART = dict.fromkeys(
 DAILY = (  # of them all variants, dtypes, windows and ways of checkpointing
     ("llama", "none", "plain", "nf4"),
     ("llama", "none", "plain", "float16"),
+    ("gpt_oss", "short", "branches", "bfloat16"),
+    ("deepseek_v3", "none", "branches", "float32"),
     ("qwen2", "short", "bias", "bfloat16"),
     ("qwen2", "short", "dropout", "bfloat16"),
     ("qwen2", "short", "rslora", "bfloat16"),

@@ -115,7 +115,7 @@ def run_alone(model, documents, routes=None):
                 share = F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / counted
                 share.backward()
                 loss = loss + share.detach().double().cpu()
-    return _outcome(model, torch.cat(logits), loss, seen)
+    return as_outcome(model, torch.cat(logits), loss, seen)
 
 
 def run_packed(model, documents, routes=None, tail=0, **describe):
@@ -131,10 +131,10 @@ def run_packed(model, documents, routes=None, tail=0, **describe):
     with exactly(model), routing(model, routes) as seen:
         out = model(input_ids=ids, labels=labels, **describe)
         out.loss.backward()
-    return _outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
+    return as_outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
 
 
-def _outcome(model, logits, loss, seen):
+def as_outcome(model, logits, loss, seen):
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
     routes = {name: torch.cat(parts) for name, parts in seen.items() if parts}
     return Outcome(logits.detach().double().cpu(), loss.detach().double().cpu(), grads, routes)

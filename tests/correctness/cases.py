@@ -23,6 +23,7 @@ VARIANTS = {  # fields of a LoraConfig, or no adapter at all; the names of all n
     "dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
     "trained tokens": {"trainable_token_indices": [5, 40, 99, 200]},
+    "branches": {},  # documents begin alike, in a padded batch that shares their prefixes
     "two stages": {},  # its adapter comes from a folder, see `STAGES`
     "full": {"tuning": "full"},
     "frozen parts": {"tuning": "full", "frozen": ["embed_tokens", r"layers\.0"]},

@@ -11,7 +11,7 @@ from unsloth_pack.memory.checkpointing import enable_checkpointing
 from .cases import CHECKPOINTING, DTYPES, WITH_IMAGES
 from .judge import Draw, judge_as_few
 from .models import NotApplicable, drawing_dropout
-from .subjects import Text, WithImages
+from .subjects import Branches, Text, WithImages
 
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
 
@@ -119,7 +119,9 @@ _references = lru_cache(maxsize=1)(_References)  # cases come in order
 
 
 def _subject(arch, window, variant):
-    return WithImages(arch, variant) if arch in WITH_IMAGES else Text(arch, window, variant)
+    if arch in WITH_IMAGES:
+        return WithImages(arch, variant)
+    return (Branches if variant == "branches" else Text)(arch, window, variant)
 
 
 @lru_cache(maxsize=1)

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import image_models
+import numpy as np
 import tiny
 import torch
 from tiny import MIXED_LENGTHS, random_documents
+from torch.nn.utils.rnn import pad_sequence
+
+from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.prefixes import first_differences, share_prefixes
 
 from .cases import DTYPES
 from .judge import on_the_same_row
@@ -38,6 +43,40 @@ class Text:
     @staticmethod
     def documents(seed, turned=False):
         return random_documents(MIXED_LENGTHS[::-1] if turned else MIXED_LENGTHS, seed)
+
+
+# Tokens of prompts, and of the answers to each; a window of 24 reaches into them
+_ANSWERED = {64: (1, 33, 7), 129: (31, 2), 40: (5,)}
+
+
+class Branches(Text):
+    """A language model on a padded batch whose rows begin alike."""
+
+    @staticmethod
+    def documents(seed, turned=False):
+        prompts, documents = random_documents(_ANSWERED, seed), []
+        for number, (prompt, lengths) in enumerate(zip(prompts, _ANSWERED.values(), strict=True)):
+            answers = random_documents(lengths, 100 * seed + number)
+            documents += [torch.cat([prompt, answer]) for answer in answers]
+        return documents[::-1] if turned else documents
+
+    @staticmethod
+    def run_packed(model, documents, routes=None):
+        ids = pad_sequence(documents, batch_first=True)
+        mask = pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, 0] = -100
+        if routes is not None and model.get_decoder().unpadding.why_no_sharing is None:
+            whole = PaddedBatch.of_mask(mask.numpy() == 1, torch.device("cpu"))
+            shared = share_prefixes(whole, first_differences(ids, mask).numpy())
+            computed = torch.from_numpy(np.searchsorted(whole.places, shared.places))
+            routes = {name: experts[computed] for name, experts in routes.items()}
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        model.zero_grad()
+        with tiny.exactly(model), tiny.routing(model, routes) as seen:
+            out = model(**{name: x.to(model.device) for name, x in batch.items()})
+            out.loss.backward()
+        return tiny.as_outcome(model, out.logits[mask.to(out.logits.device) == 1], out.loss, seen)
 
 
 @dataclass(frozen=True)
