@@ -61,7 +61,11 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
     ("arguments", "complaint", "remedy"),
     [
         (["--hub_token=abc"], "'--hub_token'", "set HF_TOKEN in the environment"),
-        (["--grpo_beta=1"], "'--grpo_beta'", "objective is sft, which has no such setting; leave it out"),
+        (
+            ["--grpo_beta=1"],
+            "'--grpo_beta'",
+            "objective is sft or distill, which have no such setting; leave it out",
+        ),
         (["--frobnicate"], "unknown argument '--frobnicate'", "see `unsloth-pack --help`"),
         (
             ["trian"],

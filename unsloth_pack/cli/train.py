@@ -69,6 +69,7 @@ def _run(o: TrainOptions) -> int:
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
+    from unsloth_pack.run.distill import build_loss, check_teacher
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
     from unsloth_pack.run.trainer import build_config, build_trainer
@@ -79,6 +80,9 @@ def _run(o: TrainOptions) -> int:
     dtype = weight_dtype(o.model.dtype, o.adapter.tuning == "full")
     config = build_config(o.data, o.training, o.output, dtype)
     tokenizer = load_run_tokenizer(o.model.model_name, o.adapter)
+    distills = o.training.objective == "distill"
+    if distills:
+        check_teacher(o.distill, tokenizer.tokenizer)
     data = build_data(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter)
     if o.output.resume:
         for use, part in (("train", data.train), ("eval", data.evaluation)):
@@ -94,6 +98,7 @@ def _run(o: TrainOptions) -> int:
         folder=folder,
         is_resumed=o.output.resume,
     )
+    loss = build_loss(o.distill, o.model, model) if distills else None
     is_sharded = o.training.fsdp is not None or o.training.deepspeed is not None
     demo = o.model.model_name if o.is_demo and not is_sharded else None
     score_before = score_demo(demo, model, tokenizer.tokenizer, data.images)
@@ -105,6 +110,7 @@ def _run(o: TrainOptions) -> int:
         *(model, tokenizer.tokenizer, config, data, o.training, o.images),
         o.output.save_delay_steps or 0,
         [metrics, stop],
+        loss,
     )
     report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype)
     if checkpoint is None:

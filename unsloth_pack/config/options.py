@@ -14,6 +14,7 @@ from unsloth_pack.config import values as t
 from unsloth_pack.demo import BUNDLED_MODELS
 
 ALIASES = {"packing": "sample_packing"}
+OWN_TEACHERS = ("base", "init_adapter")  # values of `teacher` that are no paths
 Place = tuple[str, int]  # a file and a line
 
 
@@ -78,11 +79,7 @@ class DataOptions(Section):
     train_on_responses_only: bool = False
 
     task: Literal["classify"] | None = None
-    """what is learned of a document: classify is its label, by a head that answers once per document
-    (default: its text)"""
     label_column: str | None = None
-    """NAME: with task classify, the column of the labels, whole numbers or names, beside that of the text
-    (default: label)"""
 
     @property
     def evaluates(self) -> bool:
@@ -113,7 +110,7 @@ class ImageOptions(Section):
 class TrainingOptions(Section):
     """How it is trained, and for how long."""
 
-    objective: Literal["sft"] = "sft"
+    objective: Literal["sft", "distill"] = "sft"
     per_device_train_batch_size: t.Count | None = None
     per_device_eval_batch_size: t.Count | None = None
     gradient_accumulation_steps: t.Count = 4
@@ -146,6 +143,16 @@ class TrainingOptions(Section):
     deepspeed: t.FilePath | None = None
 
 
+class DistillOptions(Section):
+    """For the objective distill: the teacher, and what the distance from it counts."""
+
+    teacher: t.FilePath = "base"
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    kl_weight: t.NotNegative = 0.1
+    ce_weight: t.NotNegative = 1.0
+    temperature: t.Positive = 1.0
+
+
 class OutputOptions(Section):
     """What the run writes and where, and how to continue an earlier one."""
 
@@ -176,6 +183,7 @@ class TrainOptions(Section):
     data: DataOptions = DataOptions()
     images: ImageOptions = ImageOptions()
     training: TrainingOptions = TrainingOptions()
+    distill: DistillOptions = DistillOptions()
     output: OutputOptions = OutputOptions()
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _places: dict[str, Place | None] = PrivateAttr(default_factory=dict)  # `dataset.1.path` -> file, line

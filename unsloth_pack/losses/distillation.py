@@ -52,7 +52,7 @@ class DistillationLoss:
     Args: as for `linear_distillation`.
 
     Attributes:
-        scores: those of the last step, by token.
+        scores, counted: of the last step, by token; whether it predicts a label.
     """
 
     teacher: Teacher
@@ -61,6 +61,7 @@ class DistillationLoss:
     ce_weight: float = 1.0
     temperature: float = 1.0
     scores: Distillation | None = field(default=None, init=False)
+    counted: Tensor | None = field(default=None, init=False)
 
     def prepare(self, inputs: StepInputs) -> Loss:
         """Run the teacher."""
@@ -74,13 +75,14 @@ class DistillationLoss:
         row: PackedRow | None,
         num_items: Tensor | float | None,
     ) -> Tensor:
-        weights = {"kl_weight": self.kl_weight, "ce_weight": self.ce_weight}
-        self.scores = labelled.distil(
+        result = labelled.distil(
             hidden_BTC,
             teacher,
             divergence=self.divergence,
+            kl_weight=self.kl_weight,
+            ce_weight=self.ce_weight,
             temperature=self.temperature,
             num_items=num_items,
-            **weights,
         )
-        return self.scores.loss
+        self.counted, self.scores = labelled.mask, result._replace(loss=result.loss.detach())
+        return result.loss

@@ -34,6 +34,10 @@ class StepInputs:
             raise InputError(f"a loss needs the head of a teacher or reference: {why}; take another")
         if model is self.model:
             model.encode_once(self.call)
+        elif self.call.images is not None and getattr(model, "vision_spec", None) != self.model.vision_spec:
+            raise InputError(
+                "a row has images, and the teacher takes other ones or none; take another teacher"
+            )
         inputs = self.call.inputs | {"use_cache": False}
         call = replace(self.call, inputs=inputs, rest=dict(self.call.rest))
         with torch.no_grad(), evaluation_mode(model):

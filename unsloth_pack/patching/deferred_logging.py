@@ -109,7 +109,7 @@ def hand_over_metrics(trainer: "SFTTrainer") -> None:
         sums, tokens = logging.take_sums()
         if sums:
             gathered = trainer.accelerator.gather(torch.stack(sums)[None]).cpu()
-            put_metrics(trainer, trainer._metrics["train"], gathered, int(tokens))
+            logging.put_metrics(trainer, trainer._metrics["train"], gathered, int(tokens))
 
 
 def put_metrics(trainer: "SFTTrainer", metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
@@ -158,7 +158,7 @@ class LogLine:
         trainer._total_loss_scalar += loss_sum
         if self._n_micro_batches:
             sums = numbers[:, 1:].unflatten(1, (self._n_micro_batches, -1))
-            put_metrics(trainer, self._trl_metrics, sums, int(self._tokens.read()))
+            logging_of(trainer).put_metrics(trainer, self._trl_metrics, sums, int(self._tokens.read()))
         logs = {"loss": loss_sum / self._n_updates}
         if self._grad_norm is not None:
             logs["grad_norm"] = self._grad_norm.read().item()
@@ -188,6 +188,7 @@ class DeferredLogging:
     kind_of_line: type[LogLine] = LogLine
 
     def __init__(self) -> None:
+        self.put_metrics = put_metrics  # what the sums of `add_sums` mean
         self._sums: list[Tensor] = []
         self._tokens: Tensor | int = 0
         self._line: LogLine | None = None
@@ -198,6 +199,10 @@ class DeferredLogging:
         sums = [outputs.label_mask.sum(), outputs.entropy.detach().sum(), outputs.is_top1.sum()]
         if outputs.aux_loss is not None:  # of routed experts, where it is part of the loss
             sums += [outputs.aux_loss.detach(), torch.ones_like(outputs.aux_loss)]
+        self.add_sums(trainer, sums, inputs)
+
+    def add_sums(self, trainer: "SFTTrainer", sums: list[Tensor], inputs: Mapping[str, Tensor]) -> None:
+        """Add numbers of a micro-batch that are summed over processes; every micro-batch has as many."""
         together = torch.stack([x.double() for x in sums])  # float64 holds every count and every float32
         state = trainer.accelerator.gradient_state
         if state.end_of_dataloader and 0 < state.remainder <= trainer.accelerator.process_index:

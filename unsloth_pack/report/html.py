@@ -33,6 +33,10 @@ _CURVES = (
     ("tokens_per_second", "tokens a second", 1.0),
     ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
 )
+_DISTILLATION = (
+    ("kl_loss", "KL from the teacher (nats a token)", 1.0),
+    ("sft_loss", "cross-entropy (nats a token)", 1.0),
+)
 # The browser asks nobody for anything, whatever stands in the page
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
@@ -122,12 +126,14 @@ def draw_row(row: PackedRowSeen) -> Figure:
 
 
 def draw_curves(log: Log) -> Figure:
-    """Draw loss, learning rate, tokens a second and memory over the updates."""
-    figure = _figure(10, 5.6)
-    for place, (name, label, unit) in enumerate(_CURVES):
-        axes = figure.add_subplot(2, 2, place + 1, xlabel="update", ylabel=label)
-        if name == "loss":
-            _draw_losses(axes, log)
+    """Draw loss, learning rate, tokens a second and memory over the updates; of a distillation its parts."""
+    parts = _DISTILLATION if any("kl_loss" in line for line in log) else ()
+    n_rows = 2 + len(parts) // 2
+    figure = _figure(10, 2.8 * n_rows)
+    for place, (name, label, unit) in enumerate((*_CURVES, *parts)):
+        axes = figure.add_subplot(n_rows, 2, place + 1, xlabel="update", ylabel=label)
+        if name.endswith("loss"):
+            _draw_losses(axes, log, name)
         else:
             _plot(axes, with_speed(log), name, unit, None)
     return figure
@@ -158,9 +164,9 @@ def draw_lengths(lengths: np.ndarray, max_length: int, width: float, height: flo
     return figure
 
 
-def _draw_losses(axes: Axes, log: Log) -> None:
-    _plot(axes, log, "loss", 1.0, "training")
-    _plot(axes, log, "eval_loss", 1.0, "evaluation", marker="o", markersize=3)
+def _draw_losses(axes: Axes, log: Log, name: str = "loss") -> None:
+    _plot(axes, log, name, 1.0, "training")
+    _plot(axes, log, f"eval_{name}", 1.0, "evaluation", marker="o", markersize=3)
     if axes.lines:
         axes.legend()
 

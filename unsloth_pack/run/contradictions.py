@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from unsloth_pack.config import OPTIONS, TrainOptions, flat
+from unsloth_pack.config.options import DistillOptions
 from unsloth_pack.errors import InputError, written
 from unsloth_pack.run.from_adapter import LOADED_IN
 from unsloth_pack.run.machine import count_processes
@@ -65,7 +66,7 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
         if getattr(values, name) and not any(getattr(values, each) for each in needs):
             flags = " or ".join(f"--{each}" for each in needs)
             yield InputError(f"{_said(values, name)}, which needs another option; give {flags} too")
-    for section in (_of_tuning, _of_training, _of_backward, _of_data):
+    for section in (_of_tuning, _of_training, _of_distillation, _of_backward, _of_data):
         yield from map(InputError, section(values, given))
 
 
@@ -107,6 +108,26 @@ def _of_training(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_said(v, 'lr_scheduler_type')}, which follows evaluations; give --eval_dataset"
     if v.effective_batch_size is not None and v.effective_batch_size % rows:
         yield f"{_said(v, 'effective_batch_size')}, and a step has {rows} rows; give a multiple of {rows}"
+
+
+def _of_distillation(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    if v.objective != "distill":
+        for name in DistillOptions.model_fields:
+            if getattr(v, name) != OPTIONS[name].default:
+                yield f"{_said(v, name, 'objective')}; give --objective distill, or leave it out"
+        return
+    if not v.kl_weight + v.ce_weight:
+        yield f"{_said(v, 'kl_weight', 'ce_weight')}; give a positive one"
+    for name in ("fsdp", "deepspeed"):
+        if getattr(v, name) is not None:
+            yield f"{_said(v, name, 'objective')}, which needs the whole head; leave out one of them"
+    if v.teacher == "init_adapter" and (v.init_adapter is None or v.merge_init_adapter):
+        yield f"{_said(v, 'teacher')}, and the run begins with no adapter; give --init_adapter, or base"
+    changes_base = [n for n, value in (("bias", "none"), ("loftq_config", None)) if getattr(v, n) != value]
+    if v.teacher == "base" and v.tuning == "full":
+        yield f"{_said(v, 'teacher', 'tuning')}, which leaves no base; give a model, or --tuning lora"
+    elif v.teacher == "base" and changes_base:
+        yield f"{_said(v, 'teacher', changes_base[0])}, which changes the base; give a model, or leave it out"
 
 
 def _of_backward(v: Any, given: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from unsloth_pack.checkpoints.names import (
     model_files,
 )
 from unsloth_pack.config import OPTIONS, SECTIONS, TrainOptions, flat
-from unsloth_pack.config.options import OutputOptions
+from unsloth_pack.config.options import OWN_TEACHERS, OutputOptions
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, errors_of
@@ -41,7 +41,7 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 _OF_ONE_RUN = ("output_dir", "save_path")
 _FOR_THE_COMMAND_LINE = ("config", "resume", "overwrite_output_dir")
 _MAY_BE_FILES = (
-    *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter"),
+    *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher"),
     *("fsdp", "deepspeed"),
 )
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
@@ -55,9 +55,10 @@ def save_config(options: TrainOptions) -> None:
     if os.path.lexists(path) and not _is_of_a_run(path):
         return
     values = flat(options) | dict.fromkeys(_decided_by(options))
-    values |= {
-        name: with_paths(values[name], _absolute) for name in _MAY_BE_FILES if values[name] is not None
-    }
+    files = {name: values[name] for name in _MAY_BE_FILES if values[name] is not None}
+    if files["teacher"] in OWN_TEACHERS:
+        del files["teacher"]
+    values |= {name: with_paths(named, _absolute) for name, named in files.items()}
     lines = _HEAD
     for section, kind in SECTIONS.items():
         names = [n for n in kind.model_fields if n not in (*_OF_ONE_RUN, *_FOR_THE_COMMAND_LINE)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.config import OPTIONS, TrainOptions, changed, flat, load, read_record, telling_places
-from unsloth_pack.config.options import DataOptions
+from unsloth_pack.config.options import OWN_TEACHERS, DataOptions
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, written
@@ -85,7 +85,7 @@ FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
 # What a run reads
-_SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
+_SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher")
 _CHOOSING_ROWS = ("mixture", "columns", "split", "sample_limit", "eval_fraction")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
@@ -153,7 +153,8 @@ def _moved(values: dict[str, Any], cwd: str | None, folder: Path) -> dict[str, A
     """The options of a run that was started in the folder `cwd`, and lies in `folder` now."""
     moved = dict(values)
     for name in _SOURCES:
-        if cwd is not None and values[name] is not None:
+        is_own = name == "teacher" and values[name] in OWN_TEACHERS
+        if cwd is not None and values[name] is not None and not is_own:
             moved[name] = with_paths(values[name], partial(_path_from, cwd))
     output_dir, save_path = values["output_dir"], values["save_path"]
     if output_dir and save_path and Path(save_path).is_relative_to(output_dir):

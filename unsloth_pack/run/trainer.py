@@ -9,6 +9,7 @@ from trl import SFTConfig
 
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import DataOptions, ImageOptions, OutputOptions, TrainingOptions
+from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.run.data import TrainingData
 from unsloth_pack.run.optimizer import arguments_of, check_optimizer, rates_of
 from unsloth_pack.run.sharding import sharding_arguments
@@ -72,8 +73,9 @@ def build_trainer(
     images: ImageOptions,
     save_delay_steps: int,
     callbacks: Sequence[TrainerCallback],
+    distillation: DistillationLoss | None = None,
 ) -> RunTrainer:
-    """Make the trainer of a run."""
+    """Make the trainer of a run; `distillation` is its loss, in place of cross-entropy."""
     own: list[TrainerCallback] = []
     if training.early_stopping_patience:
         own.append(EarlyStopping(training.early_stopping_patience))
@@ -90,6 +92,7 @@ def build_trainer(
         optimizer_in_backward=training.optimizer_in_backward,
         masters_on_host=training.masters_on_host,
         image_rows=data.images.collator() if data.images else None,
+        distillation=distillation,
     )
     trainer.nonfinite_updates.on_nonfinite = training.on_nonfinite
     return trainer

@@ -52,8 +52,6 @@ class _ModelsOwnLoss(SFTTrainer):
 class ClassificationTrainer(RunTrainer, _ModelsOwnLoss):
     """A `RunTrainer` of a model that answers once per document; evaluates its loss and accuracy."""
 
-    losses_of_evaluation = DocumentAnswers
-
     def __init__(self, *, model: Any, **kwargs: Any):
         own = vars(model.get_base_model() if isinstance(model, PeftModel) else model)
         own["generation_config"] = GenerationConfig()  # TRL's trainer sets the padding token there
@@ -61,3 +59,6 @@ class ClassificationTrainer(RunTrainer, _ModelsOwnLoss):
         self.data_collator = LabelledRowCollator()
         for name in ("generation_config", "forward"):  # of TRL, for a language model's head
             own.pop(name, None)
+
+    def losses_of_evaluation(self) -> DocumentAnswers:
+        return DocumentAnswers()

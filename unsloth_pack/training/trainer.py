@@ -23,11 +23,13 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
+from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
+from unsloth_pack.training.distill import Distillation
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
 from unsloth_pack.training.document_losses import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
@@ -82,8 +84,6 @@ class RunTrainer(SFTTrainer):
     Its parts do the work. It logs through the hooks that a patch installs on `SFTTrainer`, with `RunLogging`.
     """
 
-    losses_of_evaluation = DocumentLosses
-
     def __init__(
         self,
         *,
@@ -93,6 +93,7 @@ class RunTrainer(SFTTrainer):
         image_rows: ImageRowCollator | None = None,  # the collator, if rows have images
         optimizer_in_backward: bool = False,  # apply each gradient in the backward pass that makes it
         masters_on_host: bool = False,  # keep float32 weights and the optimizer's state on the host
+        distillation: DistillationLoss | None = None,  # the loss, in place of TRL's
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
@@ -118,6 +119,7 @@ class RunTrainer(SFTTrainer):
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
+        self.distillation = None if distillation is None else Distillation(self, distillation)
 
     # For a run
 
@@ -257,8 +259,11 @@ class RunTrainer(SFTTrainer):
         self.memory_watch.end()
         return loss
 
-    def compute_loss(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
-        loss = super().compute_loss(model, *args, **kwargs)
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.distillation is not None:
+            loss, _ = self.distillation.compute_loss(model, inputs, kwargs.get("num_items_in_batch"))
+        else:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._in_backward is not None and model.training:
             self._in_backward.begin(loss)
         return loss
@@ -289,6 +294,12 @@ class RunTrainer(SFTTrainer):
         if metrics := self._metrics["eval"]:  # a `RunLine` counts those of updates
             metrics["num_tokens"] = [self.trained.tokens]
         super().log(logs, *args, **kwargs)
+
+    def losses_of_evaluation(self) -> DocumentLosses:
+        """Return what records the losses of one evaluation."""
+        if self.distillation is None:
+            return DocumentLosses()
+        return DocumentLosses(self.distillation.document_scores)
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()

@@ -1,0 +1,203 @@
+"""Train by a `DistillationLoss`: in a run, and in notebooks by `DistillTrainer`.
+
+    config = SFTConfig(packing=True, padding_free=True)
+    DistillTrainer(model, config, train_dataset=rows, teacher="base", kl_weight=0.2).train()
+
+Logged beside the loss, in nats a token, over all processes: `sft_loss`, `kl_loss` and `teacher_entropy`; and
+`token_accuracy` and `token_count`, of tokens with a label.
+"""
+
+import logging
+import math
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels.arguments import Divergence
+from unsloth_pack.layers.causal_lm import FastCausalLM
+from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
+from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher
+from unsloth_pack.losses.head import count_head_outputs
+from unsloth_pack.patching.deferred_logging import is_patched, logging_of
+from unsloth_pack.training.notebooks import SFTTrainer
+
+BASE, INIT_ADAPTER = "base", "init_adapter"
+PARTS = ("sft_loss", "kl_loss", "teacher_entropy", "token_accuracy")
+_N_LINES = 8  # of the log, that a jump is judged by
+_JUMP, _LEAST = 3.0, 0.1  # times the greatest of them; nats a token
+
+logger = logging.getLogger("unsloth_pack")
+
+
+def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
+    """Return the teacher of a patched model that is to train.
+
+    Args:
+        teacher: "base" is the model without its adapter, "init_adapter" a copy of what trains as it is now.
+            Or another patched model, which is frozen.
+
+    Raises:
+        InputError: the model has no base, or the other model has other outputs.
+    """
+    if teacher == BASE:
+        if not hasattr(model, "peft_config"):
+            raise InputError(
+                "teacher is 'base', and all of the model trains; give another model, or an adapter"
+            )
+        if name := name_trained_in_place(model):
+            raise InputError(
+                f"teacher is 'base', and {name} of it trains; give another model, or do not train it"
+            )
+        return partial(model_teacher, within=partial(base_model, _causal_lm(model)))
+    if teacher == INIT_ADAPTER:
+        return partial(model_teacher, within=FrozenCopy(_causal_lm(model)).in_place)
+    other = _causal_lm(teacher)
+    ours, theirs = (count_head_outputs(each) for each in (_causal_lm(model), other))
+    if ours != theirs:
+        raise InputError(
+            f"the teacher has {theirs} outputs, the model {ours}; take a teacher of its vocabulary"
+        )
+    other.requires_grad_(False).eval()
+    return partial(model_teacher, model=other)
+
+
+def _causal_lm(model: Any) -> FastCausalLM:
+    if not is_patched(model):
+        raise InputError(f"a {type(model).__name__} is not patched; load it with FastLanguageModel")
+    base: FastCausalLM = model.get_base_model() if hasattr(model, "peft_config") else model
+    return base
+
+
+class Distillation:
+    """The objective of a trainer: computes the loss of its batches, and logs the parts."""
+
+    def __init__(self, trainer: Any, loss: DistillationLoss):
+        self.loss = loss
+        self._model = _causal_lm(trainer.model)
+        self._trainer = trainer
+        self._divergences: deque[float] = deque(maxlen=_N_LINES)  # of the last lines
+        self._evaluated = torch.zeros(1)  # sums over the batches of an evaluation
+        logging_of(trainer).put_metrics = self._put_metrics
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
+    ) -> tuple[Tensor, Any]:
+        """Compute the loss of a micro-batch over `num_items` labels or its own; return the output too."""
+        trainer = self._trainer
+        options = {} if num_items is None else {"num_items_in_batch": torch.as_tensor(num_items)}
+        before, self._model.training_loss = self._model.training_loss, self.loss
+        try:
+            outputs = model(**inputs | {"use_cache": False}, **options)
+        finally:
+            self._model.training_loss = before
+        loss = outputs.loss
+        if num_items is not None and trainer.args.average_tokens_across_devices:
+            loss = loss * trainer.accelerator.num_processes
+        counted, parts = self.scores()
+        sums = [counted.sum(), *(part.sum() for part in parts.values())]
+        if model.training:
+            logging_of(trainer).add_sums(trainer, sums, inputs)
+        elif not logging_of(trainer).is_of_run:
+            self._add_evaluated(torch.stack([x.double() for x in sums]))
+        return loss, outputs
+
+    def scores(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return `[B, T]` of the last micro-batch: whether a token predicts a label, and parts by name."""
+        scores, counted = self.loss.scores, self.loss.counted
+        assert scores is not None
+        assert counted is not None
+        parts = (scores.cross_entropy, scores.divergence, scores.teacher_entropy, scores.is_top1)
+        return counted, dict(zip(PARTS, parts, strict=True))
+
+    def document_scores(self, _: object) -> dict[str, Tensor]:
+        """Return `[B, T - 1]` by name, for `DocumentLosses`."""
+        counted, parts = self.scores()
+        loss = self.loss.ce_weight * parts["sft_loss"] + self.loss.kl_weight * parts["kl_loss"]
+        return {name: x[:, :-1] for name, x in {"counted": counted, "loss": loss, **parts}.items()}
+
+    def _put_metrics(
+        self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int
+    ) -> None:
+        """Append the means of `[processes, micro-batches, 1 + parts]`, over labels, to TRL's metrics."""
+        metrics |= _means(sums.sum(dim=(0, 1)))
+        trainer._total_train_tokens += n_tokens
+        metrics["num_tokens"] = [trainer._total_train_tokens]
+        if trainer.is_world_process_zero():
+            self._watch(metrics["kl_loss"][0])
+
+    def _watch(self, divergence: float) -> None:
+        """Warn of a divergence that is not finite or jumps."""
+        before, step = self._divergences, self._trainer.state.global_step
+        if not math.isfinite(divergence):
+            logger.warning("kl_loss is %s about update %d; lower learning_rate", divergence, step)
+            return
+        if len(before) == _N_LINES and divergence > max(_LEAST, _JUMP * max(before)):
+            logger.warning(
+                "kl_loss jumps to %.3g about update %d, from at most %.3g in the %d log lines before",
+                *(divergence, step, max(before), _N_LINES),
+            )
+        before.append(divergence)
+
+    def _add_evaluated(self, sums: Tensor) -> None:
+        """Add the sums of a batch of an evaluation, and put the means where TRL's `log` looks for them."""
+        metrics = self._trainer._metrics["eval"]
+        gathered = self._trainer.accelerator.gather_for_metrics(sums[None]).sum(0)
+        self._evaluated = gathered + (self._evaluated if metrics else 0)
+        metrics |= _means(self._evaluated)
+
+
+def _means(sums: Tensor) -> dict[str, list[float]]:
+    n_labels, *parts = sums.tolist()
+    means = {name: [part / max(n_labels, 1)] for name, part in zip(PARTS, parts, strict=True)}
+    return means | {"token_count": [n_labels]}
+
+
+class DistillTrainer(SFTTrainer):
+    """`SFTTrainer` that also learns from a teacher: ce_weight * cross-entropy + kl_weight * divergence.
+
+    Args:
+        model, args, kwargs: as for `SFTTrainer`. The model is patched, as `FastLanguageModel` loads it.
+        teacher: see `make_teacher`.
+        divergence, kl_weight, ce_weight, temperature: as for `kernels.linear_distillation`.
+
+    Raises:
+        InputError: as `make_teacher`; both weights are 0, or args name another loss.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments | None = None,
+        *,
+        teacher: str | PreTrainedModel = BASE,
+        divergence: Divergence = "forward_kl",
+        kl_weight: float = 0.1,
+        ce_weight: float = 1.0,
+        temperature: float = 1.0,
+        **kwargs: Any,
+    ):
+        if not (kl_weight >= 0 and ce_weight >= 0 and kl_weight + ce_weight > 0):
+            raise InputError(f"kl_weight is {kl_weight} and ce_weight {ce_weight}; give a positive one")
+        super().__init__(model, args, **kwargs)
+        own: Any = self.args
+        if own.loss_type != "nll" or self.label_smoother is not None or self.compute_loss_func:
+            raise InputError("args name a loss of TRL's, and the teacher's is another; leave it out")
+        loss = DistillationLoss(
+            make_teacher(self.model, teacher), divergence, kl_weight, ce_weight, temperature
+        )
+        self.distillation = Distillation(self, loss)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        loss, outputs = self.distillation.compute_loss(model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
