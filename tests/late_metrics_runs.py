@@ -12,6 +12,8 @@ from trl import SFTTrainer
 from warm import two_ranks
 
 from unsloth_pack import patch_model
+from unsloth_pack.losses.distillation import DistillationLoss
+from unsloth_pack.training.distill import make_teacher
 from unsloth_pack.training.trainer import make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
@@ -56,12 +58,12 @@ def model(arch="qwen3"):
     return made
 
 
-def run_trainer(folder, packed, *callbacks, arch="qwen3", **options):
-    """The trainer of a run."""
-    arguments = config(folder, packed, **options)
-    return make_trainer(
-        model(arch), byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [*callbacks]
-    )
+def run_trainer(folder, packed, *callbacks, arch="qwen3", kl_weight=None, **options):
+    """The trainer of a run; with a `kl_weight` the base is a teacher."""
+    arguments, trained = config(folder, packed, **options), model(arch)
+    loss = None if kl_weight is None else DistillationLoss(make_teacher(trained), kl_weight=kl_weight)
+    given = (trained, byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [*callbacks])
+    return make_trainer(*given, distillation=loss)
 
 
 def sft_trainer(folder, packed, *callbacks, trained=None, kind=SFTTrainer, peft_config=None, **options):

@@ -47,7 +47,9 @@ def stored_teacher(inputs: StepInputs) -> TopLogProbs:
 
 @dataclass
 class DistillationLoss:
-    """A `PreparedLoss`: ce_weight * cross-entropy + kl_weight * divergence from a teacher, by token.
+    """A `PreparedLoss`: ce_weight * cross-entropy + kl_weight * divergence from a teacher.
+
+    It is a mean over labels, 0 without any, or their sum divided by `num_items`.
 
     Args: as for `linear_distillation`.
 
@@ -75,6 +77,7 @@ class DistillationLoss:
         row: PackedRow | None,
         num_items: Tensor | float | None,
     ) -> Tensor:
+        divisor = labelled.mask.sum().clamp(min=1) if num_items is None else num_items
         result = labelled.distil(
             hidden_BTC,
             teacher,
@@ -82,7 +85,7 @@ class DistillationLoss:
             kl_weight=self.kl_weight,
             ce_weight=self.ce_weight,
             temperature=self.temperature,
-            num_items=num_items,
+            num_items=divisor,
         )
         self.counted, self.scores = labelled.mask, result._replace(loss=result.loss.detach())
         return result.loss

@@ -89,7 +89,9 @@ class Distillation:
     ) -> tuple[Tensor, Any]:
         """Compute the loss of a micro-batch over `num_items` labels or its own; return the output too."""
         trainer = self._trainer
-        options = {} if num_items is None else {"num_items_in_batch": torch.as_tensor(num_items)}
+        options = {}
+        if num_items is not None:
+            options["num_items_in_batch"] = torch.as_tensor(num_items).clamp(min=1)  # as TRL
         before, self._model.training_loss = self._model.training_loss, self.loss
         try:
             outputs = model(**inputs | {"use_cache": False}, **options)
@@ -184,8 +186,8 @@ class DistillTrainer(SFTTrainer):
         if not (kl_weight >= 0 and ce_weight >= 0 and kl_weight + ce_weight > 0):
             raise InputError(f"kl_weight is {kl_weight} and ce_weight {ce_weight}; give a positive one")
         super().__init__(model, args, **kwargs)
-        own: Any = self.args
-        if own.loss_type != "nll" or self.label_smoother is not None or self.compute_loss_func:
+        config: Any = self.args
+        if config.loss_type != "nll" or self.label_smoother is not None or self.compute_loss_func:
             raise InputError("args name a loss of TRL's, and the teacher's is another; leave it out")
         loss = DistillationLoss(
             make_teacher(self.model, teacher), divergence, kl_weight, ce_weight, temperature
