@@ -4,14 +4,17 @@ import json
 import random
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from cli_runs import cut_after, losses, read_metrics
+from model_folder import byte_tokenizer
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.data.labels import Labels
+from unsloth_pack.data.tokenize import documents_of
 from unsloth_pack.errors import InputError
 
 LETTERS = {"animal": "abc", "plant": "mno", "stone": "xyz"}
@@ -117,6 +120,26 @@ def test_a_killed_run_goes_on_and_another_takes_its_folder(classify, files, tmp_
 def test_what_cannot_be_classified_is_refused_in_one_line(flags, message, classify, capsys):
     assert classify("--packing", **flags) == 2
     assert message in capsys.readouterr().err
+
+
+def test_texts_are_encoded_as_the_tokenizer_alone_does():
+    """So they are when the model classifies: without an EOS. The class stands at the last token."""
+    tokenizer, texts = byte_tokenizer(), ["ab", "c" * 9, " ", "d", "efg"] * 300
+    classes = np.arange(len(texts), dtype=np.int32) % 7
+    rows = datasets.Dataset.from_dict({"text": texts})
+    found = documents_of(rows, tokenizer, max_length=6, classes=classes)
+    expected = [
+        {"input_ids": ids, "labels": [*[-100] * (len(ids) - 1), int(label)]}
+        for text, label in zip(texts, classes, strict=True)
+        if text.strip()
+        for ids in [tokenizer(text)["input_ids"][:6]]
+    ]
+    assert found.rows.to_list() == expected
+    ledger = found.ledger
+    assert (ledger.tokens_counted, ledger.rows_fully_masked, ledger.rows_truncated) == (1200, 300, 300)
+    chats = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(InputError, match="task classify reads a column text, and the rows are messages"):
+        documents_of(chats, tokenizer, max_length=6, classes=classes[:1])
 
 
 def rows_of(labels, feature=None):

@@ -168,7 +168,8 @@ def load_model(
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
         shapes = f"is {list(in_file)}, and config.json makes it {list(in_model)}"
         raise InputError(f"cannot load {source}: weight {name} {shapes}; download the model again")
-    if missing := sorted(found["missing_keys"] - ({"score.weight"} if is_classifier else set())):
+    new = {"score.weight"} if is_classifier else set()
+    if missing := sorted(found["missing_keys"] - new):
         lack = f"its files lack {len(missing)} weights, {missing[0]} among them"
         raise InputError(f"cannot load {source}: {lack}; correct config.json, or download the model again")
     refuse_not_finite(model, f"cannot load {source}")
