@@ -132,7 +132,7 @@ class VarlenKernel:
         chosen = {name: value for name, value in named.items() if name in self.options}
         keys = row if keys is None else keys
         segments = row.cu_seqlens, keys.cu_seqlens, row.longest, keys.longest
-        out = self.function(q_NHD, k_NKD, v_NKD, *segments, **chosen)
+        out: Tensor | tuple[Tensor, ...] = self.function(q_NHD, k_NKD, v_NKD, *segments, **chosen)
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -148,10 +148,11 @@ def flash_attn_4() -> VarlenKernel:
         before, after = window_size
         window = (before if before >= 0 else None, after if min(window_size) >= 0 else None)
         named = zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), segments, strict=True)
-        return flash_attn_varlen_func(
+        out: tuple[Tensor, Tensor] = flash_attn_varlen_func(
             q, k, v, **dict(named), softmax_scale=softmax_scale, causal=causal, window_size=window,
             softcap=softcap,
         )  # fmt: skip
+        return out
 
     # With heads of 16, gradients of 4.0.0b36 cross documents on Hopper; other sizes were not tried.
     return VarlenKernel("flash-attn 4", varlen, capability=(9, 0), head_dims=(32, 64, 128))
@@ -216,9 +217,10 @@ def attend_by_xformers(
     groups = q_NHD.shape[1] // k_NKD.shape[1]
     # Its backward pass does not take grouped heads
     k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
-    return ops.memory_efficient_attention(
+    out_1NHD: Tensor = ops.memory_efficient_attention(
         q_NHD[None], k_NHD[None], v_NHD[None], attn_bias=bias, p=options.dropout, scale=options.scale
-    )[0]
+    )
+    return out_1NHD[0]
 
 
 def _block_diagonal_mask(row: PackedRow, options: AttentionOptions, keys: PackedRow | None) -> object:
