@@ -65,7 +65,8 @@ class RowImages:
     @property
     def starts(self) -> np.ndarray:
         """Return `[images]` int64: the first token of every image."""
-        return self.places[np.cumsum(self.sizes) - self.sizes]
+        starts: np.ndarray = self.places[np.cumsum(self.sizes) - self.sizes]
+        return starts
 
     def axes(self, row: PackedRow, grids: np.ndarray) -> np.ndarray:
         """Compute `[3, N]` int64: positions in time, height and width, from 0 in every document.
@@ -104,7 +105,8 @@ def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray) ->
             f"document {document} of a row ends inside image {image}, which has {sizes[image]} tokens; check "
             "the boundaries, and the number and order of the images"
         )
-    return np.diff(images_before, prepend=0).tolist()
+    per_document: list[int] = np.diff(images_before, prepend=0).tolist()
+    return per_document
 
 
 def _refuse_other_count(places: np.ndarray, sizes: np.ndarray) -> None:
@@ -217,7 +219,8 @@ def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """List the tokens of runs, one run behind the other."""
     lengths = ends - begins
     before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(begins - before, lengths)
+    places: np.ndarray = np.arange(lengths.sum()) + np.repeat(begins - before, lengths)
+    return places
 
 
 def _starts(row: PackedRow) -> np.ndarray:

@@ -19,7 +19,7 @@ itself causally; its first token is predicted by its parent's last. Descendants 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor
 IGNORE_INDEX = -100
 # Documents stacked into one batch are at least this long, relative to the longest of them
 _STACK_RATIO = 0.75
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +257,8 @@ class PackedRow:
     @cached_property
     def predicted_unscored(self) -> np.ndarray:
         """Return the `unscored_places` that a token before them predicts: not column 0 of `[B, T]`."""
-        return self.unscored_places[self.unscored_places % self.shape[1] != 0]
+        predicted: np.ndarray = self.unscored_places[self.unscored_places % self.shape[1] != 0]
+        return predicted
 
     @cached_property
     def places_before_others(self) -> np.ndarray:
@@ -335,11 +338,12 @@ class PackedRow:
         masked = labels.reshape(-1).to(self.device, copy=True)
         return masked.index_fill_(0, on_device, ignore_index).view(labels.shape)  # assigning would wait
 
-    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Return the result of `build`, cached by `key` for all layers of the step."""
         if key not in self._built:
             self._built[key] = build()
-        return self._built[key]
+        built: _T = self._built[key]
+        return built
 
     def upload(self, array: np.ndarray) -> Tensor:
         """Copy `array` to the row's device without waiting for it."""
