@@ -21,7 +21,7 @@ from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
 from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory, describe_cause
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameters
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
-from unsloth_pack.kernels.launch import once_differentiable
+from unsloth_pack.kernels.launch import apply, once_differentiable
 from unsloth_pack.modules import HOOKS, Walkable, is_harmless
 from unsloth_pack.packed_row.images import BlockRows, BlockShape
 from unsloth_pack.packed_row.row import PackedRow
@@ -197,7 +197,7 @@ class CapturedShape:
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
         """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
         trained = inputs if self.inputs.leaves else ()
-        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.parameters)
+        hidden, *router_logits = apply(_Replayed, self, row.n_tokens, *trained, *self.parameters)
         return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
 
     def _forward(self, decoder: CapturableDecoder) -> StepOutput:

@@ -144,7 +144,8 @@ class _OnHost:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             into.copy_(x, non_blocking=True)
-        return self._stream.record_event()
+        copied: torch.cuda.Event = self._stream.record_event()
+        return copied
 
 
 _NEUTRAL_OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check"}  # options of `checkpoint`

@@ -21,7 +21,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.kernels import LoraOutput, gated, gated_lora_backward_, relu2, xielu
-from unsloth_pack.kernels.launch import is_last_pass, multiply
+from unsloth_pack.kernels.launch import apply, is_last_pass, multiply
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project, with_recipe
 from unsloth_pack.lora.mlp import SaveInputs, gate_and_up, gated_mlp
@@ -88,10 +88,10 @@ def trained_gated_mlp(
     x = x.to(dtype)
     plan = _Plan(activation, dtype, keep)
     if x.requires_grad and not keep:  # see `lora.gated_mlp`: a checkpoint stops where this saves
-        x = SaveInputs.apply(x, (x,))
+        x = apply(SaveInputs, x, (x,))
         plan.start = x.grad_fn
     tensors = [tensor for layer in (*inner, down) for tensor in (layer.weight, layer.bias)]
-    return _TrainedGatedMLP.apply(x, plan, *tensors)
+    return apply(_TrainedGatedMLP, x, plan, *tensors)
 
 
 @dataclass
@@ -214,7 +214,8 @@ class FastMLP(nn.Module):
         """Run `[..., hidden]` through the gate, up and down projections."""
         activation = _find_activation(self, self.spec, self.projections.act)
         if activation is None:  # the activation was replaced, or has hooks now
-            return super().forward(hidden_states)
+            plain: Tensor = super().forward(hidden_states)
+            return plain
         out = self._run_gated(hidden_states, activation)
         return F.dropout(out, self.residual_dropout, self.training) if self.residual_dropout else out
 
@@ -224,13 +225,15 @@ class FastMLP(nn.Module):
         if self.spec.mlp_multipliers is not None:
             gate_scale, down_scale = (getattr(self, name) for name in self.spec.mlp_multipliers)
             gate, up = gate_and_up(project(hidden_states, inner))
-            return down(gated(gate * gate_scale, up, activation)) * down_scale
+            scaled: Tensor = down(gated(gate * gate_scale, up, activation)) * down_scale
+            return scaled
         if can_run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         if trains_fused([*inner, down]):
             return trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         gate, up = gate_and_up(project(hidden_states, inner))
-        return down(gated(gate, up, activation))
+        out: Tensor = down(gated(gate, up, activation))
+        return out
 
     def _keeps(self, x: Tensor) -> bool:
         features = self.projections.count_features(self)

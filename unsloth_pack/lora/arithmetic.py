@@ -243,7 +243,8 @@ def order_by_layer(
 
 def reshape_output(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshape to `[..., O]` for an input of this shape. Autograd sees no view: it may be changed in place."""
-    return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
+    y: Tensor = torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
+    return y
 
 
 def detach_all(tensors: Sequence[Tensor | None]) -> list[Any]:

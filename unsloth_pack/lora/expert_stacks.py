@@ -131,7 +131,7 @@ def quantise_stacks(experts: nn.Module, kind: str) -> bool:
     return True
 
 
-def dequantised_copy(experts: Any, dtype: torch.dtype) -> Any:
+def dequantised_copy(experts: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a module of experts in `dtype`, with parameters as stacks."""
     inside = {id(module) for module in experts.modules()}
     others = [

@@ -32,7 +32,7 @@ from unsloth_pack.kernels import (
     routed_gate_backward_,
     sum_of_rows,
 )
-from unsloth_pack.kernels.launch import is_last_pass
+from unsloth_pack.kernels.launch import apply, is_last_pass
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.mlp import SaveInputs
 
@@ -99,9 +99,9 @@ def routed_experts(
     routing = Routing.sort(experts_Nk, stacks[0].weight.shape[0])
     call = _Call(stacks, gate, routing, keep)
     if torch.is_grad_enabled() and x_NC.requires_grad and not keep:
-        x_NC = SaveInputs.apply(x_NC, (x_NC, weights_Nk.detach()))
+        x_NC = apply(SaveInputs, x_NC, (x_NC, weights_Nk.detach()))
         call.start = x_NC.grad_fn
-    return _RoutedExperts.apply(x_NC, weights_Nk, call, *factors)
+    return apply(_RoutedExperts, x_NC, weights_Nk, call, *factors)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from unsloth_pack.kernels.launch import apply
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.expert_stacks import PeftLora
 from unsloth_pack.lora.quantised import (
@@ -101,7 +102,8 @@ class FastLoraLinear(PeftLinear):
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
         if args or kwargs or not self.runs_fused(x):
-            return super().forward(x, *args, **kwargs)
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
         return _apply_fused(x, [self])[0]
 
     def cast_when_used(self) -> list[Tensor]:
@@ -230,7 +232,7 @@ def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
         outputs = arithmetic.forward_frozen(x.reshape(-1, x.shape[-1]), frozen)
         return [arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs]
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
-    return list(_LoraLinears.apply(x, recipe, [layer.frozen() for layer in layers], *tensors))
+    return list(apply(_LoraLinears, x, recipe, [layer.frozen() for layer in layers], *tensors))
 
 
 class _LoraLinears(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unsloth_pack.kernels import Fp8Columns, LoraOutput, LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.gated_lora import should_store
-from unsloth_pack.kernels.launch import is_last_pass, once_differentiable
+from unsloth_pack.kernels.launch import apply, is_last_pass, once_differentiable
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.linear import FastLoraLinear, cast_input
 
@@ -45,10 +45,10 @@ def gated_mlp(
     frozen = [layer.frozen() for layer in layers]
     plan = _Plan(activation, frozen, recipe.compute, recipe.is_fresh, len(recipe.inputs), keep)
     if torch.is_grad_enabled() and x.requires_grad and not keep:
-        x = SaveInputs.apply(x, recipe.inputs)
+        x = apply(SaveInputs, x, recipe.inputs)
         plan.start = x.grad_fn
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
-    return _GatedMLP.apply(x, plan, recipe.inputs, *tensors)
+    return apply(_GatedMLP, x, plan, recipe.inputs, *tensors)
 
 
 class _Stack(NamedTuple):

@@ -21,7 +21,7 @@ from unsloth_pack.kernels import (
     launch,
     quantize_rows,
 )
-from unsloth_pack.kernels.launch import once_differentiable
+from unsloth_pack.kernels.launch import apply, once_differentiable
 from unsloth_pack.lora.expert_stacks import quantise_experts
 
 if is_bitsandbytes_available():
@@ -110,7 +110,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        y = _Fp8Linear.apply(x, self.weight, self.scale)
+        y = apply(_Fp8Linear, x, self.weight, self.scale)
         return y if self.bias is None else y + self.bias
 
 
@@ -124,7 +124,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         n_inputs = ctx.weight.values.shape[1]
         gx = grad.new_empty((*grad.shape[:-1], n_inputs))
         g_NO = grad.reshape(-1, grad.shape[-1])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.lora.expert_stacks import is_experts, list_ungated_stacks
 from unsloth_pack.models import arch_spec_for
 
+NO_LAYERS = DUMMY_TARGET_MODULES
 Names = str | Collection[str]  # of layers, or a pattern
 Options = Mapping[str, Any]  # fields of a `LoraConfig`
 
