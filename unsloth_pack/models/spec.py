@@ -94,8 +94,8 @@ class ArchSpec:
     def read_logit_divisor(self, config: PreTrainedConfig) -> float:
         """Return the divisor of the head's logits, 1 by default."""
         if self.logit_multiplier:
-            return 1.0 / getattr(config, self.logit_multiplier)
-        return getattr(config, self.logit_divisor) if self.logit_divisor else 1.0
+            return 1.0 / float(getattr(config, self.logit_multiplier))
+        return float(getattr(config, self.logit_divisor)) if self.logit_divisor else 1.0
 
     def read_logit_softcap(self, config: PreTrainedConfig) -> float | None:
         """Return the softcap of the head's logits, or None."""
