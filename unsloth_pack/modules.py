@@ -265,7 +265,8 @@ def no_compile(forward: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     @wraps(forward)
     def enter(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(run)(*args, **kwargs)  # only now: it imports the compiler
+            eager: Callable[_Args, _Result] = torch.compiler.disable(run)  # only now: it imports the compiler
+            return eager(*args, **kwargs)
         return forward(*args, **kwargs)
 
     def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:

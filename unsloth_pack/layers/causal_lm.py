@@ -171,7 +171,9 @@ class FastCausalLM(CountedParameters):
                 is_placeholder = inputs["input_ids"] == getattr(self.config, name)
                 padding = self.config.get_text_config().pad_token_id
                 inputs["input_ids"] = inputs["input_ids"].masked_fill(is_placeholder, padding)
-        return self.fast_decoder(**inputs, packed_row=call.described, **call.rest | {"return_dict": True})
+        rest = call.rest | {"return_dict": True}
+        output: PackedOutput = self.fast_decoder(**inputs, packed_row=call.described, **rest)
+        return output
 
     def encode_once(self, call: ForwardCall) -> None:
         """Compute what a second pass of this model over a call would compute again: frozen images."""

@@ -81,7 +81,7 @@ NORMS: dict[str, type[nn.Module]] = {"rms": FastRMSNorm, "layer": FastLayerNorm}
 
 def norm_eps(norm: Any) -> float:
     """Return the epsilon of a transformers norm, whatever its name."""
-    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
 class FastLayer(nn.Module):
@@ -90,14 +90,15 @@ class FastLayer(nn.Module):
     input_layernorm: FastRMSNorm  # or any module, which is called then
     self_attn: nn.Module
     post_attention_layernorm: FastRMSNorm
-    mlp: nn.Module
+    mlp: Callable[[Tensor], Tensor]
 
     @no_compile
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Run `[B, T, C]` through the layer; a packed row fused, with the results of `_plain_forward`."""
         before, between = self.input_layernorm, self.post_attention_layernorm
         if args or kwargs.get("packed_row") is None or not (_runs_fused(before) and _runs_fused(between)):
-            return super().forward(hidden_states, *args, **kwargs)
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return plain
         residual, normed = before.add_and_norm(hidden_states, None)
         mixed, _ = self.self_attn(hidden_states=normed, **kwargs)
         residual, normed = between.add_and_norm(residual, mixed)
@@ -233,7 +234,8 @@ class FastTrainedTokens(nn.Module):
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return `[..., C]` for token ids `[...]`."""
         if args or kwargs or not self._runs_fused():
-            return super().forward(x, *args, **kwargs)
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
         layer = self.token_adapter
         (name,) = layer.active_adapters
         embeddings: Tensor = layer.base_layer(x)

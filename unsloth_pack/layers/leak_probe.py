@@ -79,7 +79,8 @@ def bare_forward(decoder: CapturableDecoder) -> Iterator[None]:
 
 def packed_forward(decoder: CapturableDecoder, *args: object, **options: object) -> DecoderOutput:
     """Bypass transformers' recording of outputs, whose hooks `bare_forward` would lose."""
-    return inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
+    output: DecoderOutput = inspect.unwrap(type(decoder)._packed_forward)(decoder, *args, **options)
+    return output
 
 
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
@@ -272,7 +273,8 @@ class _Decoder(ProbeSubject):
     def _embed(self, documents: Sequence[Tensor]) -> Tensor:
         embedding = self._decoder.get_input_embeddings()
         with torch.no_grad():
-            return embedding(torch.cat(list(documents)).to(embedding.weight.device)[None])
+            embedded: Tensor = embedding(torch.cat(list(documents)).to(embedding.weight.device)[None])
+            return embedded
 
     def _run(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         lengths = tuple(map(len, documents))
@@ -282,4 +284,4 @@ class _Decoder(ProbeSubject):
         inputs = embed_per_layer(self._decoder, ids)
         output = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **inputs)
         assert output.last_hidden_state is not None
-        return output.last_hidden_state[0].split(lengths)
+        return torch.split(output.last_hidden_state[0], list(lengths))

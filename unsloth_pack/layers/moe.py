@@ -41,7 +41,8 @@ class FastExperts(ExpertsModule):
     def forward(self, hidden_states: Tensor, *args: Tensor, **kwargs: object) -> Tensor:
         """Compute `[N, C]` from `[N, C]`; `args` are the experts of each token and their weights."""
         if not self.runs_fused(hidden_states, args, kwargs):
-            return super().forward(hidden_states, *args, **kwargs)
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return plain
         experts_Nk, weights_Nk = args
         return self.run_fused(hidden_states, experts_Nk, weights_Nk, [])
 
@@ -93,11 +94,12 @@ class FastExpertsLora(PeftStack):
         is_fused = isinstance(base, FastExperts) and base.runs_fused(x, args, kwargs)
         if not is_fused or has_hooks(base, *wrappers[1:]) or any(map(why_adapter_not_fused, wrappers)):
             with dequantised_stacks(base):
-                return super().forward(x, *args, **kwargs)
+                plain: Tensor = super().forward(x, *args, **kwargs)
+                return plain
         experts_Nk, weights_Nk = args
-        return base.run_fused(
-            x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if list_active_adapters(wrapper)]
-        )
+        active = [wrapper for wrapper in wrappers if list_active_adapters(wrapper)]
+        out: Tensor = base.run_fused(x, experts_Nk, weights_Nk, active)
+        return out
 
 
 def count_gate_features(experts: ExpertsModule) -> int:

@@ -170,4 +170,5 @@ def scale_queries(q: Tensor, position_ids: Tensor, config: PreTrainedConfig) -> 
     periods = torch.floor(position_ids / config.rope_parameters["original_max_position_embeddings"])
     scale = 1 + beta * torch.log1p(periods)
     scale = scale[:, None, None] if q.dim() == 3 else scale[:, None, :, None]
-    return q * scale.to(q.dtype)
+    scaled: Tensor = q * scale.to(q.dtype)
+    return scaled

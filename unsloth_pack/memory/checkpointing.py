@@ -84,7 +84,8 @@ class _Offloaded:
 
     def __call__(self, function: Callable[..., T], *args: object) -> T:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
-            return checkpoint(function, *args, use_reentrant=False)
+            output: T = checkpoint(function, *args, use_reentrant=False)
+        return output
 
 
 class _AsPlanned:
@@ -99,7 +100,8 @@ class _AsPlanned:
     def __call__(self, function: Callable[..., T], *args: object) -> T:
         plan = self._decoder.recompute_plan
         if not plan.keeps(self._number):
-            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+            output: T = checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+            return output
         with plan.measure_layer():
             return function(*args)
 
@@ -120,7 +122,7 @@ class RecomputePlan:
         width = decoder.get_input_embeddings().weight.element_size()
         # Bytes a token: of a layer's activations, and of the rest of a step
         self._per_token = width * max(_estimate(layer, decoder.config) for layer in decoder.layers)
-        self._beside = _WORKING_LAYERS * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
+        self._beside: float = _WORKING_LAYERS * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
         self._is_measured = False
         self._tokens = 0
         self._before: tuple[int, int] | None = None  # bytes and peak at the beginning of the step
@@ -190,7 +192,7 @@ def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
     outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)
-    return outputs + 3 * experts + 4 * config.hidden_size
+    return float(outputs + 3 * experts + 4 * config.hidden_size)
 
 
 class GiveBackSpareMemory(TrainerCallback):

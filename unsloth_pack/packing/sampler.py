@@ -160,7 +160,7 @@ class PackedSampler:
         """`[rows]` int64: an order that gives every rank its rows when micro-batches are dealt out in turn,
         as accelerate does with a loader's batches: the first to rank 0, the second to rank 1, ..."""
         if self.world_size == 1:
-            return self.assignment()[0]
+            return self.assignment().reshape(-1)
         return self.assignment().reshape(self.world_size, -1, self.batch_size).transpose(1, 0, 2).reshape(-1)
 
     def spread(self) -> CostSpread:

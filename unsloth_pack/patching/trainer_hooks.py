@@ -100,11 +100,12 @@ def _find_packed_row(dataset: Any) -> Mapping[str, Any] | None:
         is_list = hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature")
         return _EXAMPLE if is_list else None
     for number in range(min(len(dataset or ()), _N_ROWS)):
-        row: Any = dataset[number]
-        lengths: Any = row.get(_COLUMN) if isinstance(row, Mapping) else None
-        if np.ndim(lengths) != 1:  # not a column that packing makes
+        row = dataset[number]
+        if (
+            not isinstance(row, Mapping) or np.ndim(row.get(_COLUMN, 0)) != 1
+        ):  # not a column that packing makes
             return None
-        if sum(n > 0 for n in lengths) > 1:
+        if sum(n > 0 for n in row[_COLUMN]) > 1:
             return row
     return None
 

@@ -93,7 +93,8 @@ class FastSharedKVAttention(SoftmaxAttention):
     def _norm_values(self, v_BTKD: Tensor) -> Tensor:
         eps = vars(self.v_norm).get("eps")
         if eps is None or has_hooks(self.v_norm):  # `modules_to_save` wraps it
-            return self.v_norm(v_BTKD)
+            normed: Tensor = self.v_norm(v_BTKD)
+            return normed
         return rms_norm(v_BTKD, v_BTKD.new_zeros(self.head_dim), eps, offset=1.0)
 
 

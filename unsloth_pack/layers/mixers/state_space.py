@@ -72,8 +72,10 @@ class FastStateLayer(nn.Module):
         """Run transformers' forward; a lone token gets another: causal-conv1d trains no rows of one."""
         cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
         if hidden_states.shape[1] > 1 or cache is not None or not torch.is_grad_enabled():
-            return super().forward(hidden_states, *args, **kwargs)
-        return super().forward(F.pad(hidden_states, (0, 0, 0, 1)), *args, **kwargs)[:, :1]
+            out: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return out
+        out = super().forward(F.pad(hidden_states, (0, 0, 0, 1)), *args, **kwargs)
+        return out[:, :1]
 
     def run_stack(self, hidden_SLC: Tensor) -> Tensor:
         """Compute `[S, L, C]` for a stack of documents."""

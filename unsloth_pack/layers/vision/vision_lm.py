@@ -97,7 +97,8 @@ def _read_whole_numbers(name: str, value: object, columns: tuple[int, ...]) -> l
     if not is_right or (array < len(columns)).any():
         problem = f"{name} is {reprlib.repr(value)}"
         raise InputError(f"{problem}; give whole numbers, as the model's processor makes them")
-    return array.astype(np.int64).tolist()
+    numbers: list[Any] = array.astype(np.int64).tolist()
+    return numbers
 
 
 def encode_images(base: Any, spec: VisionSpec, images: Images) -> Features:
@@ -283,7 +284,8 @@ class FastVisionLM(FastCausalLM):
 
     def _find_placeholders(self, ids: Tensor) -> np.ndarray:
         """Return `[B * T]` bool: tokens that stand for images. Waits for the device."""
-        return (ids == getattr(self.config, self.vision_spec.token)).cpu().numpy().reshape(-1)
+        is_image: Tensor = ids == getattr(self.config, self.vision_spec.token)
+        return is_image.cpu().numpy().reshape(-1)
 
     def run_decoder(self, call: ForwardCall) -> Any:
         if call.images is not None:
