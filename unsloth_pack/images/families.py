@@ -35,11 +35,11 @@ class QwenVLImages(ImageFamily):
 
     @property
     def _tile(self) -> int:
-        return self._processor.patch_size * self._processor.merge_size
+        return int(self._processor.patch_size * self._processor.merge_size)
 
     @property
     def most_pixels(self) -> int:
-        return self._processor.size["longest_edge"]
+        return int(self._processor.size["longest_edge"])
 
     @property
     def pixel_limits(self) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class QwenVLImages(ImageFamily):
     @property
     def _of_token(self) -> int:
         """Patches of one token."""
-        return self._processor.merge_size**2
+        return int(self._processor.merge_size**2)
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
         return tokens * self._of_token, tokens * self._of_token
@@ -66,7 +66,8 @@ class QwenVLImages(ImageFamily):
 
     def grids(self, images: Sequence[PreparedImage]) -> np.ndarray:
         merge, patches = self._processor.merge_size, np.array([image.size for image in images], np.int64)
-        return patches.reshape(-1, 3) // [1, merge, merge]
+        grids: np.ndarray = patches.reshape(-1, 3) // [1, merge, merge]
+        return grids
 
     def list_sizes(self) -> Sizes:
         names = [("merge_size", "spatial_merge_size")]
@@ -101,7 +102,7 @@ class SplitImages(ImageFamily):
 
     @property
     def most_pixels(self) -> int:
-        return self._processor.size["longest_edge"] ** 2
+        return int(self._processor.size["longest_edge"] ** 2)
 
     def saved(self) -> dict[str, object]:
         return {"image_seq_len": self._of_tile}
@@ -137,18 +138,18 @@ class SplitImages(ImageFamily):
 
     def _edge(self, most_pixels: int | None) -> int:
         """Return the longest edge; whole tiles if it is limited."""
-        longest = self._processor.size["longest_edge"]
+        longest: int = self._processor.size["longest_edge"]
         if most_pixels is None:
             return longest
         return min(longest, max(1, math.isqrt(most_pixels) // self._tile) * self._tile)
 
     @property
     def _tile(self) -> int:
-        return self._processor.max_image_size["longest_edge"]
+        return int(self._processor.max_image_size["longest_edge"])
 
     @property
     def _of_tile(self) -> int:
-        return (self._grid_side // self._config.scale_factor) ** 2
+        return int((self._grid_side // self._config.scale_factor) ** 2)
 
 
 class SquareTiles(ImageFamily):
@@ -170,7 +171,7 @@ class CanvasImages(SquareTiles):
 
     @property
     def most_pixels(self) -> int:
-        return self._processor.max_patches * self._tile**2
+        return int(self._processor.max_patches * self._tile**2)
 
     def cut_from_output(self, output: Mapping[str, Any], place: int) -> Cut:
         return Cut(whole=int(output["num_patches"][place]) * self._of_tile)
@@ -270,7 +271,7 @@ class PixtralImages(ImageFamily):
 
     @property
     def _tile(self) -> int:
-        return side_of(self._vision.patch_size) * self._config.spatial_merge_size
+        return int(side_of(self._vision.patch_size) * self._config.spatial_merge_size)
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
         patches = tokens * self._config.spatial_merge_size**2
@@ -278,7 +279,7 @@ class PixtralImages(ImageFamily):
 
     @property
     def most_pixels(self) -> int:
-        return self._processor.size["longest_edge"] ** 2
+        return int(self._processor.size["longest_edge"] ** 2)
 
     def saved(self) -> dict[str, object]:
         merge = self._config.spatial_merge_size
@@ -321,7 +322,7 @@ class PixtralImages(ImageFamily):
         return Cut(lines, 1, columns)
 
     def _edge(self, most_pixels: int | None) -> int:
-        longest = self._processor.size["longest_edge"]
+        longest: int = self._processor.size["longest_edge"]
         return longest if most_pixels is None else min(longest, max(self._tile, math.isqrt(most_pixels)))
 
 
