@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
 import unsloth_pack
@@ -26,7 +26,9 @@ class Tracer(TrainerCallback):
 
     files: ClassVar[dict[str, None]] = {}  # transformers makes the instance
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         profile = self._record if state.global_step == TRACED else None
         sys.setprofile(profile)
         threading.setprofile(profile)

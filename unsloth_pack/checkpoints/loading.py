@@ -139,7 +139,7 @@ def tokenizer_folder(model_name: str) -> str:
 
 def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a hub name; InputError if saving it would write outside its folder."""
-    tokenizer = load_with(AutoTokenizer, source, **options)
+    tokenizer: PreTrainedTokenizerBase = load_with(AutoTokenizer, source, **options)
     if isinstance(tokenizer.chat_template, dict):  # each is saved in a file of its name
         for name in tokenizer.chat_template:
             if not re.fullmatch(r"\w[\w.-]*", name):

@@ -44,7 +44,8 @@ def merged_layer(layer: Any, path: str, parameters: dict[int, nn.Parameter]) -> 
         if left_out := [adapter for wrapper in wrappers for adapter in _active_but_not_merged(wrapper)]:
             said = f"in {path} adapter {left_out[0]!r} is active, but only others are merged"
             raise InputError(f"{said}; call unmerge_adapter() first")
-        return layer.get_base_layer()
+        base: nn.Module = layer.get_base_layer()
+        return base
     own = {id(parameter) for parameter in layer.parameters()}
     shared = {key: parameter for key, parameter in parameters.items() if key not in own}
     try:
@@ -116,7 +117,7 @@ def _float32_copy(layer: nn.Module) -> nn.Module:
     """The layer in float32, dequantised, with its trained tokens if it has any."""
     if isinstance(layer, TrainableTokensWrapper):  # of a head that is tied, below its LoRA
         tokens = layer.token_adapter
-        merged = _float32_copy(tokens.get_base_layer())
+        merged: nn.Module = _float32_copy(tokens.get_base_layer())
         if not (tokens.merged or layer.disable_adapters):
             merged.weight = nn.Parameter(tokens.get_merged_weights(tokens.active_adapters).detach().float())
         return merged
@@ -161,7 +162,8 @@ def _called(layer: Any, x: Tensor) -> Tensor:
     x = x.to(base.weight.device, getattr(base, "compute_dtype", None) or x.dtype)
     try:
         # bitsandbytes packs weights for inference on a CPU, unless the input needs a gradient
-        return layer.eval().forward(x.requires_grad_()).float()
+        y: torch.Tensor = layer.eval().forward(x.requires_grad_())
+        return y.float()
     finally:
         for module, was in training.items():
             module.training = was

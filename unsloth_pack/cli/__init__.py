@@ -146,7 +146,8 @@ def _run(arguments: list[str]) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of missing kernels, in every layer
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-    return import_module(f"unsloth_pack.cli.{name}").run(arguments)
+    status: int = import_module(f"unsloth_pack.cli.{name}").run(arguments)
+    return status
 
 
 def quieten(show_bars: bool = True) -> None:

@@ -86,7 +86,7 @@ def _load_with_images(
 def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":
     """Encode a prompt without images."""
     if not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt")
+        return cast("BatchEncoding", tokenizer(prompt, return_tensors="pt"))
     turns = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -91,6 +91,7 @@ def _load_model(flags: Mapping[str, Any], room: int, seed: int) -> "PreTrainedMo
 
     names = ("model_name", "attn_backend", *_LOADING)
     loading = {name: flags[name] for name in names if name in flags}
+    model: PreTrainedModel | PeftModel
     model, _ = FastLanguageModel.from_pretrained(**loading, max_seq_length=room, random_state=seed)
     checkpointing = flags.get("use_gradient_checkpointing", False)
     if isinstance(model, PeftModel):

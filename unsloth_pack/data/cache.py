@@ -144,7 +144,8 @@ def _cache() -> Path:
 def _folder_of_this_process() -> str:
     from datasets.fingerprint import get_temporary_cache_files_directory
 
-    return get_temporary_cache_files_directory()
+    folder: str = get_temporary_cache_files_directory()
+    return folder
 
 
 # Read a data set from end to end, and give back the memory of mapped files that have been read.

@@ -133,7 +133,8 @@ class Encoder:
 
     def _raw(self, texts: list[str]) -> Ids:
         if not self._has_plain_backend:
-            return self.tokenizer(texts, verbose=False)["input_ids"]
+            ids: Ids = self.tokenizer(texts, verbose=False)["input_ids"]
+            return ids
         backend = self.tokenizer.backend_tokenizer  # as a call would use it, but without places and masks
         backend.no_truncation()
         backend.no_padding()

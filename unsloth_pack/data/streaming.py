@@ -107,7 +107,8 @@ def _unreadable(chosen: range) -> datasets.Dataset:
 def first_columns(source: RowSource) -> list[str]:
     """The columns of the first rows of a source; none where it has no rows."""
     for block in source.one_pass(Place()):
-        return block.read(range(block.n_rows)).column_names
+        names: list[str] = block.read(range(block.n_rows)).column_names
+        return names
     return []
 
 

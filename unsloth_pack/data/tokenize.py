@@ -139,7 +139,7 @@ class SpanMaker(ABC):
     @property
     def batch_size(self) -> int:
         """Rows that are worked on at a time."""
-        a_row = self.dataset.data.nbytes // len(self.dataset) + 1
+        a_row: int = self.dataset.data.nbytes // len(self.dataset) + 1
         return max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // a_row))
 
     def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:

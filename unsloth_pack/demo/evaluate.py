@@ -53,7 +53,9 @@ def exact_match(
     )
 
     def encode(batch: list[int]) -> BatchEncoding:
-        return tokenizer([prompts[i] for i in batch], padding=True, padding_side="left", return_tensors="pt")
+        texts = [prompts[i] for i in batch]
+        encoded: BatchEncoding = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+        return encoded
 
     expected = [row["output"] for row in rows]
     answers = _greedy_answers(model, tokenizer, encode, expected, batch_size)
@@ -74,7 +76,9 @@ def exact_match_of_pictures(model: Any, processor: Any, rows: list[pictures.Row]
     def encode(batch: list[int]) -> BatchEncoding:
         images = [Image.open(io.BytesIO(rows[i]["images"][0])) for i in batch]
         texts = [prompts[i] for i in batch]
-        return processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+        options = dict(padding=True, padding_side="left", return_tensors="pt")
+        encoded: BatchEncoding = processor(text=texts, images=images, **options)
+        return encoded
 
     expected = [row["messages"][1]["content"] for row in rows]
     answers = _greedy_answers(model, processor.tokenizer, encode, expected)

@@ -28,8 +28,9 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
 from unsloth_pack.checkpoints.atomic import write_file
+from unsloth_pack.checkpoints.names import METRICS
 from unsloth_pack.kernels.launch import HostCopy
-from unsloth_pack.report.metrics import FILE_NAME, read_lines
+from unsloth_pack.report.metrics import read_lines
 from unsloth_pack.report.terminal import LastingConsole
 
 _FAILED = 1000  # above the number of any signal
@@ -45,7 +46,7 @@ class MetricsFile(TrainerCallback):
     """
 
     def __init__(self, folder: Path, enabled: bool = True):
-        self.path = folder / FILE_NAME
+        self.path = folder / METRICS
         self.enabled = enabled
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -15,6 +15,7 @@ from unsloth_pack.checkpoints.names import (
     ADAPTER_CONFIG,
     CARD,
     MERGED_BASE,
+    METRICS,
     RUN_CONFIG,
     TOKENIZER,
     VOCABULARY,
@@ -26,7 +27,6 @@ from unsloth_pack.config.options import OWN_TEACHERS, OutputOptions
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, errors_of
-from unsloth_pack.report.metrics import FILE_NAME
 from unsloth_pack.run.contradictions import OF_AN_ADAPTER, SCHEDULES_WITHOUT_WARMUP
 from unsloth_pack.run.from_adapter import options_of_run
 from unsloth_pack.run.machine import check_new_folder, check_writable, count_processes, is_main_process
@@ -45,7 +45,7 @@ _MAY_BE_FILES = (
     *("fsdp", "deepspeed"),
 )
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
-_RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
+_RUN_FILES = (METRICS, *sorted(ADAPTER))
 _REPLACEABLE = sorted({"lengths.png", "loss.png", "report.html", CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
 
 
@@ -256,7 +256,7 @@ def _check_resumable(folder: Path) -> None:
         if was is not None and math.isfinite(loss) and loss != was:
             raise InputError(
                 f"--resume: {checkpoint.name} in {str(folder)!r} is of another run: its loss of update "
-                f"{entry['step']} is {loss:.6g}, and {FILE_NAME} has {was:.6g}; remove that checkpoint"
+                f"{entry['step']} is {loss:.6g}, and {METRICS} has {was:.6g}; remove that checkpoint"
             )
     if (state["global_step"] >= state["max_steps"] or has_stopped_early(state)) and has_ended(folder):
         raise InputError(

@@ -64,6 +64,7 @@ def _load_merged_base(
         gc.collect()  # a model refers to itself; the next one is to have its memory
         torch.cuda.empty_cache()
     wait_for_all()
+    loaded: PreTrainedModel
     loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": str(aside)})
     wait_for_all()  # a process that refuses the run next removes what the others would still read
     loaded.name_or_path = loaded.config._name_or_path = str(base.absolute())  # that the adapter names

@@ -306,7 +306,7 @@ class _Decoded(IterableDataset[dict[str, Any]]):
 
 def loader_of(
     stream: RowStream, batch_size: int, collate: Collate, device: torch.device, pin_memory: bool
-) -> DataLoader:
+) -> DataLoader[Any]:
     """Make the loader of a stream's rows, which no trainer deals out once more."""
     rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
     loader = DataLoader(
@@ -316,7 +316,7 @@ def loader_of(
         pin_memory=pin_memory,
         generator=torch.Generator(),
     )
-    return prepare_data_loader(
+    prepared: DataLoader[Any] = prepare_data_loader(
         loader,
         device,
         num_processes=1,
@@ -325,3 +325,4 @@ def loader_of(
         dispatch_batches=False,
         non_blocking=pin_memory,  # else a copy waits for the step before
     )
+    return prepared

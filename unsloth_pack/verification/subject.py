@@ -147,11 +147,12 @@ class Subject(ProbeSubject):
         return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return self.packed(documents).logits[0].split([*map(len, documents)])
+        return torch.split(self.packed(documents).logits[0], [*map(len, documents)])
 
     def logits_alone(self, document: Tensor) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""
-        return self.model(input_ids=self._row_of(document), use_cache=False).logits[0]
+        logits: Tensor = self.model(input_ids=self._row_of(document), use_cache=False).logits
+        return logits[0]
 
     def logits_perturbed(self, document: Tensor) -> Tensor:
         with self.perturbed_layers():
@@ -164,7 +165,8 @@ class Subject(ProbeSubject):
         """
         ids = nn.utils.rnn.pad_sequence([document, neighbour], batch_first=True)
         ids = self.as_text(ids).to(self.device)
-        return self.model(input_ids=ids, use_cache=False).logits[0, : len(document)]
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
         """Compute loss and gradients of `document`, whose logits `[L, V]` `forward` returns."""
@@ -265,13 +267,14 @@ class ImageSubject:
         base = getattr(model, "get_base_model", lambda: model)().base_model
         images = Images(add_row(self.spec, document.pixels), self._described_images([document]))
         with torch.no_grad():
-            return encode_images(base, self.spec, images).sizes.tolist()
+            sizes: list[int] = encode_images(base, self.spec, images).sizes.tolist()
+        return sizes
 
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the logits `[L, V]` of every document in one row."""
         lengths = [len(document.ids) for document in documents]
         axes = None if self.spec.grid is None else self._axes(documents)
-        return self._run(documents, pixels, self.subject.described(lengths, axes))[0].split(lengths)
+        return torch.split(self._run(documents, pixels, self.subject.described(lengths, axes))[0], lengths)
 
     def logits_alone(self, document: Pictured) -> Tensor:
         """Return the logits `[L, V]` of a document alone."""
@@ -291,7 +294,9 @@ class ImageSubject:
                 arguments[TOKEN_TYPES] = (ids == self._token).int()
             arguments[PIXELS] = add_row(self.spec, pixels)
         on_device = {name: value.to(self.subject.device) for name, value in arguments.items()}
-        return self.subject.model(input_ids=ids.to(self.subject.device), **on_device, **more).logits
+        output = self.subject.model(input_ids=ids.to(self.subject.device), **on_device, **more)
+        logits: Tensor = output.logits
+        return logits
 
     def pixels(self, documents: Sequence[Pictured]) -> Tensor:
         joined = torch.cat([document.pixels for document in documents])
@@ -345,7 +350,9 @@ def _restarting_positions(lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-def build_example(lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None) -> dict:
+def build_example(
+    lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None
+) -> dict[str, list[int]]:
     """Build a row of a packed data set for TRL's collator."""
     row = [0] * sum(lengths) if ids is None else ids.tolist()
     return {"input_ids": row, "labels": row if labels is None else labels.tolist(), "seq_lengths": [*lengths]}
