@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import Scaled, sum_of_rows
-from unsloth_pack.kernels.launch import once_differentiable
+from unsloth_pack.kernels.launch import apply, once_differentiable
 from unsloth_pack.packed_row.row import PackedRow, count_tokens_above
 
 
@@ -48,8 +48,7 @@ class BranchKeys:
 
     def gather(self, x_NKD: Tensor) -> Tensor:
         """Return `[M, K, D]`. Gradients of copies are added in their order, in float32."""
-        x_MKD: Tensor = _Gather.apply(x_NKD, self.places, self.copies)
-        return x_MKD
+        return apply(_Gather, x_NKD, self.places, self.copies)
 
 
 def _invert(places: np.ndarray, n_tokens: int) -> np.ndarray:

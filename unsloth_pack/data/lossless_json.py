@@ -19,7 +19,7 @@ def _to_json(value: object) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
-class ExactJson(datasets.Json):
+class ExactJson(datasets.Json):  # type: ignore[misc]  # datasets has no types
     """`datasets.Json`, read and written by Python's own JSON module."""
 
     def encode_example(self, example_data: object) -> str | None:

@@ -82,12 +82,12 @@ class VisionProcessor(ProcessorMixin):
         token_types = self._family.token_types
         if _WITH_MODALITIES not in kwargs.get("text_kwargs", {}):
             kwargs.setdefault(_WITH_MODALITIES, token_types is not None)
-        batch = super().__call__(images=images, text=text, **kwargs)
+        batch: BatchFeature = super().__call__(images=images, text=text, **kwargs)
         if MODALITIES in batch:
             batch[token_types or MODALITIES] = batch.pop(MODALITIES)
         return batch
 
-    def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
+    def replace_image_token(self, image_inputs: dict[str, object], image_idx: int, **kwargs: object) -> str:
         """Return the text for an image's token."""
         cut = self._family.cut_from_output(image_inputs, image_idx)
         return self._tokens.writing.text(cut, self._tokens.placeholder)

@@ -217,7 +217,7 @@ class FastDecoder(nn.Module):
             plan = self.recompute_plan if self._trains() else None
             try:
                 with nullcontext() if graphs is None else graphs.tried(row):
-                    outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+                    outputs: PackedOutput = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
                 if plan is None or plan.leaves_room(row.device) or not plan.lower():
                     return outputs
                 del outputs
@@ -229,7 +229,8 @@ class FastDecoder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: bool, **kwargs: bool) -> "FastDecoder":
         """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
-        moved = super()._apply(fn, *args, **kwargs)
+        move: Callable[..., FastDecoder] = super()._apply
+        moved = move(fn, *args, **kwargs)
         if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT builds new modules of this class
             graphs.let_go(self)
         return moved
@@ -243,7 +244,7 @@ class FastDecoder(nn.Module):
         has_others = any(value is not None and value is not False for value in others)
         return has_others or getattr(self.config, "output_hidden_states", False)
 
-    @capture_outputs
+    @capture_outputs  # type: ignore[untyped-decorator]
     def _packed_forward(
         self,
         row: PackedRow,
@@ -279,7 +280,8 @@ class FastDecoder(nn.Module):
         """Embed `[B, T, C]`; NEFTune by document, as longer inputs get less noise (Jain et al. 2023)."""
         embedding = self.get_input_embeddings()
         if input_ids is None or not hasattr(embedding, "neftune_noise_alpha"):
-            return embedding(input_ids)
+            embedded: Tensor = embedding(input_ids)
+            return embedded
         documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
         return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)
 

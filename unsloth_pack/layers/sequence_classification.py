@@ -31,7 +31,7 @@ class FastSequenceClassification(nn.Module):
     get_decoder: Callable[[], FastDecoder]
 
     @no_compile
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -201,7 +201,7 @@ class LossOutput(MoeCausalLMOutputWithPast):
         self.__dict__["logits"] = value
 
     def __getitem__(self, key: object) -> Any:
-        return self.logits if key == "logits" else super().__getitem__(key)
+        return self.logits if key == "logits" else super().__getitem__(key)  # type: ignore[no-untyped-call]
 
 
 def read_head(model: Any) -> Head:
@@ -360,7 +360,10 @@ class TrlHead:
             loss = loss + aux_weight * aux_loss
         output_class = self.forward.__func__.__globals__["FusedCausalLMOutput"]
         named = {name: getattr(scores, _FIELDS[name]) for name in self.fields}
-        return output_class(loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named)
+        output: ModelOutput = output_class(
+            loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named
+        )
+        return output
 
 
 def load_balancing_loss(

@@ -164,7 +164,8 @@ class PackedRow:
     @cached_property
     def last_tokens(self) -> np.ndarray:
         """Return `[documents]` int64 on the host: the last token of every document."""
-        return (self.starts + self.lengths - 1)[self.documents]
+        last: np.ndarray = self.starts + np.array(self.lengths) - 1
+        return last.take(self.documents)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -37,7 +37,7 @@ def pack_iterable(
     return packed
 
 
-class PackedExamples(MappedExamplesIterable):
+class PackedExamples(MappedExamplesIterable):  # type: ignore[misc]  # datasets has no types
     """The rows of a `map` with a `BatchPacker`, with two additions.
 
     The packer's seed follows the epoch, as that of a `shuffle` does. And a position that datasets cannot

@@ -53,7 +53,7 @@ def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[Inp
         return
     config = load_config(source)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = auto_class(config).from_config(config)  # type: ignore[no-untyped-call]
     paths = [path for path, _ in model.named_parameters(remove_duplicate=False)]
     patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
     unmatched = [each for item in patterns.items() for each in errors_of(check_matches, *item, paths)]

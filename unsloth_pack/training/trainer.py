@@ -221,13 +221,13 @@ class RunTrainer(SFTTrainer):
 
     # An update
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         if self.row_stream is None:
             return super().get_train_dataloader()
         size, pin = self.args.per_device_train_batch_size, self.args.dataloader_pin_memory
         return loader_of(self.row_stream, size, self.data_collator, self.accelerator.device, pin)
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
         if self.packed_sampler is None:
             return super()._get_train_sampler(train_dataset)
         return DealtInTurn(self.packed_sampler)
@@ -275,7 +275,8 @@ class RunTrainer(SFTTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float:
         if grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm)
+            norm: Tensor | float = super()._get_grad_norm(model, grad_norm)
+            return norm
         if self._averaged is not None:
             self._averaged.average()
         norm = super()._get_grad_norm(model) if self._in_backward is None else self._in_backward.norm()
@@ -301,10 +302,11 @@ class RunTrainer(SFTTrainer):
             return DocumentLosses()
         return DocumentLosses(self.distillation.document_scores)
 
-    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()
-        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        output: EvalLoopOutput = super().evaluation_loop(dataloader, *args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
+        assert output.metrics is not None
         output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
         return output
 
@@ -312,7 +314,10 @@ class RunTrainer(SFTTrainer):
         self, model: nn.Module, inputs: dict[str, object], *_: object, **__: object
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         with self._document_losses.noted(model, inputs):
-            return super().prediction_step(model, inputs, prediction_loss_only=True)
+            loss: tuple[Tensor | None, None, None] = super().prediction_step(
+                model, inputs, prediction_loss_only=True
+            )
+        return loss
 
     # Saving
 

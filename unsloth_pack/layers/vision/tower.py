@@ -5,7 +5,7 @@ A frozen tower keeps nothing for a backward pass, and may be replayed from CUDA 
 Shapes: P patches of all images, H heads, D head size, C features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
@@ -50,7 +50,8 @@ class FastTowerMLP(nn.Module):
         """Run `[.., C]` through the gate, up and down projections."""
         activation = name_activation(self.act_fn)
         if activation is None:  # it was replaced, or has hooks now
-            return super().forward(hidden_state)
+            plain: Tensor = super().forward(hidden_state)
+            return plain
         inner: list[Any] = [self.gate_proj, self.up_proj]
         down = self.down_proj
         if can_run_fused(hidden_state, [*inner, down]):
@@ -59,7 +60,8 @@ class FastTowerMLP(nn.Module):
             gate, up = (_run_padded(layer, hidden_state, missing) for layer in inner)
             return F.linear(gated(gate, up, activation), F.pad(down.weight, (0, missing)), down.bias)
         gate, up = project(hidden_state, inner)
-        return down(gated(gate, up, activation))
+        out: Tensor = down(gated(gate, up, activation))
+        return out
 
 
 def _count_missing_features(x: Tensor, layers: list[Any]) -> int:
@@ -68,7 +70,8 @@ def _count_missing_features(x: Tensor, layers: list[Any]) -> int:
         return 0
     if torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers)):
         return 0
-    return -layers[-1].in_features % (_ALIGNMENT // torch.finfo(get_compute_dtype(x)).bits)
+    n_features: int = layers[-1].in_features
+    return -n_features % (_ALIGNMENT // torch.finfo(get_compute_dtype(x)).bits)
 
 
 def _run_padded(layer: nn.Linear, x: Tensor, missing: int) -> Tensor:
@@ -93,10 +96,12 @@ class FastTowerNorm(nn.Module):
         """Norm `[.., C]`."""
         device = hidden_states.device.type
         if not is_autocast_enabled(device):
-            return super().forward(hidden_states)
+            plain: Tensor = super().forward(hidden_states)
+            return plain
         is_in_16_bits = hidden_states.dtype == self.weight.dtype == get_autocast_dtype(device)
         with autocast(device, enabled=not is_in_16_bits):
-            return super().forward(hidden_states)
+            normed: Tensor = super().forward(hidden_states)
+            return normed
 
 
 READ_ON_HOST = "arguments beside the pixels are read on the host"
@@ -120,9 +125,10 @@ class CapturedTower(nn.Module):
             return run(patches)
         return self.tower_graphs.output(self, run, replace(patches, asked=options))
 
-    def _apply(self, fn: object, *args: object, **kwargs: object) -> Any:
+    def _apply(self, fn: object, *args: object, **kwargs: object) -> "CapturedTower":
         """Move or cast the weights as torch does; graphs then release those that lie elsewhere now."""
-        moved = super()._apply(fn, *args, **kwargs)
+        move: Callable[..., CapturedTower] = super()._apply
+        moved = move(fn, *args, **kwargs)
         if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT builds new modules of this class
             graphs.let_go(self)
         return moved
@@ -256,7 +262,8 @@ class FastPatchEmbed(nn.Module):
         """
         proj = self.proj
         if type(proj) is not nn.Conv3d or has_hooks(proj):
-            return super().forward(hidden_states)
+            plain: Tensor = super().forward(hidden_states)
+            return plain
         return F.linear(hidden_states.to(proj.weight.dtype), proj.weight.flatten(1), proj.bias)
 
 
@@ -268,7 +275,7 @@ class FastTowerAttention(nn.Module):
     head_dim: int
     scaling: float
     qkv: nn.Module
-    proj: nn.Module
+    proj: Callable[[Tensor], Tensor]
 
     @no_compile
     def forward(
@@ -284,9 +291,10 @@ class FastTowerAttention(nn.Module):
         `cu_seqlens` are those of one of `tower_rows`: the frames of all images, and perhaps their windows.
         """
         if tower_rows is None or position_embeddings is None:
-            return super().forward(
+            plain: Tensor = super().forward(
                 hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
             )
+            return plain
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         row = next((row for row in tower_rows if row.cu_seqlens is cu_seqlens), tower_rows[0])
         return self.proj(_attend_images(self, q_PHD, k_PHD, v_PHD, position_embeddings, row))
@@ -332,8 +340,8 @@ class FastVariableSizeTower(CapturedTower):
                 return self._encode(patches, **kwargs)
             return self._replay(lambda patches: self._encode(patches, **kwargs), patches, kwargs)
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
     def _encode(self, patches: Patches, **kwargs: object) -> Any:
         hidden_1PC, (row,) = self.ln_pre(patches.pixels[None]), patches.rows
         angles = self.patch_positional_embedding(hidden_1PC, patches.by_patch["places"])
@@ -382,7 +390,10 @@ class FastVariableSizeAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `[1, P, C]` from `[1, P, C]`; `position_embeddings` are `cos` and `sin`, `[P, D]`."""
         if tower_rows is None or position_embeddings is None:
-            return super().forward(hidden_states, attention_mask, position_embeddings, **kwargs)
+            plain: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, attention_mask, position_embeddings, **kwargs
+            )
+            return plain
         q_PHD, k_PHD, v_PHD = (
             projection(hidden_states).view(-1, self.num_heads, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
