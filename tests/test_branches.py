@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention import written_out
+from test_door import asked_by_trl
 from tiny import DEVICE, error, random_documents, tiny_model
 
 from unsloth_pack import LeakFound, patch_model, probe, verify
@@ -306,6 +307,74 @@ def test_changing_a_branch_moves_no_bit_of_another_and_changing_the_prefix_moves
     assert all((before[row, 39] != changed[row, 39]).any() for row in prefix)
     assert all((before[row, 40:44] != changed[row, 40:44]).any(dim=-1).all() for row in prefix)
     assert {*counts} == {40 + 4 + 9 + 30 + 9 + 5 + 5}
+
+
+def test_what_is_no_common_prefix():
+    """Padding, tokens at other positions, and the last token of a row that another continues."""
+    prompt, answer = random_documents([20, 9])
+    one, other = torch.cat([prompt, answer]), prompt[4:]
+    longest = len(one)
+    model = tiny_model("llama", torch.float64)
+    patch_model(model)
+    counts = computed_tokens(model)
+
+    def run(rows, starts, positions=None):
+        """Rows with all of `prompt` before them, of which the mask hides what comes before their start."""
+        ids, mask = torch.zeros(len(rows), longest, dtype=torch.int64), torch.zeros(len(rows), longest)
+        for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids[number, : len(prompt)], ids[number, start : start + len(row)] = prompt, row
+            mask[number, start : start + len(row)] = 1
+        batch = {"input_ids": ids.to(DEVICE), "attention_mask": mask.long().to(DEVICE)}
+        if positions is not None:
+            batch["position_ids"] = positions.to(DEVICE)
+        logits = model(**batch).logits[batch["attention_mask"] == 1]
+        alone = [model(row[None].to(DEVICE), use_cache=False).logits[0] for row in rows]
+        assert error(logits, torch.cat(alone)) < 1e-6
+        return counts[-1 - len(rows)]
+
+    restarting = torch.stack([torch.arange(longest), (torch.arange(longest) - 4).clamp(min=0)])
+    assert run([one, other], [0, 4], restarting) == len(one) + len(other)
+    shifted = torch.stack([torch.arange(longest), torch.arange(longest) + 7])
+    assert run([one, one], [0, 0], shifted) == 2 * len(one)
+    assert run([one, one], [0, 0]) == len(one) + 1
+    assert run([one, prompt], [0, 0]) == len(one) + 1
+
+
+def test_trls_scores_of_a_row_with_parents():
+    """As for whole documents, whose scores TRL's head computes."""
+    (documents,) = [answers_to((17,), ((4, 9, 1),))]
+    model = tiny_model("llama", torch.float64)
+    patch_model(model)
+    asked_by_trl(model)
+    ids = torch.cat([documents[0], documents[1][17:], documents[2][17:]])[None].to(DEVICE)
+    described = {"packed_seq_lengths": [17, 4, 9, 1], "parents": [-1, 0, 0, 0]}
+    scores = model(input_ids=ids, labels=ids, fused_lm_head=True, **described).log_probs[0].split([20, 9, 1])
+    for document, own in zip(documents, scores, strict=True):
+        row = document[None].to(DEVICE)
+        whole = model(input_ids=row, labels=row, packed_seq_lengths=[len(document)], fused_lm_head=True)
+        torch.testing.assert_close(own, whole.log_probs[0][-len(own) :], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"logits_to_keep": 3}, "logits_to_keep leaves logits out"),
+        (
+            {"return_dict": False},
+            "return_dict=False and output_router_logits=True take their loss from logits",
+        ),
+    ],
+)
+def test_a_loss_from_logits_of_branches_is_refused(options, why):
+    model = tiny_model("llama")
+    patch_model(model)
+    (ids,) = random_documents([9])
+    row = {"input_ids": ids[None].to(DEVICE), "packed_seq_lengths": [5, 4], "parents": [-1, 0], **options}
+    model(**row)  # without labels there is no loss
+    with pytest.raises(
+        InputError, match=f"labels of a row with parents need the head: {why}; leave parents out"
+    ):
+        model(**row, labels=row["input_ids"])
 
 
 # Planted leaks

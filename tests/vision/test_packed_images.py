@@ -84,8 +84,11 @@ def test_packed_is_as_right_as_each_document_alone(name, trained, dtype, checkpo
 
 @each_model
 def test_a_padded_batch_loses_its_padding(name):
-    """As TRL's collator makes it: a row for each document."""
+    """As TRL's collator makes it: a row for each document. Two differ in their images alone."""
     docs = [doc for doc in documents(name) if len(doc.ids) > 1]
+    docs.append(copy.deepcopy(next(doc for doc in docs if doc.images)))
+    for image in docs[-1].images:
+        image.pixels += 1
     truth = run_alone(name, made(name, torch.float64), docs)
     model = made(name, torch.float64)
     patch = patch_model(model)
@@ -105,6 +108,7 @@ def test_a_padded_batch_loses_its_padding(name):
     out = model(**{key: value.to(DEVICE) for key, value in batch.items()}, **given)
     out.loss.backward()
     assert "taken out" in patch.report.fused["padding"]
+    assert patch.report.not_fused["prefixes"] == "kept in 1 batches: images come with it"
     assert error(out.loss.detach().double().cpu(), truth.loss) < 1e-6
     grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     grads["pixel_values"] = torch.cat([leaf.grad.flatten() for leaf in leaves])
