@@ -118,6 +118,8 @@ def test_gradients_of_many_copies_add_up_in_float32():
 @pytest.mark.parametrize("options", [AttentionOptions(0.3), AttentionOptions(0.3, window=6, dropout=0.1)])
 def test_xformers_is_told_the_keys_of_every_branch(options, monkeypatch):
     class Mask:
+        """That of the bottom right: the last query of a block faces its last key."""
+
         def __init__(self, lengths, key_lengths, window=None):
             self.lengths, self.key_lengths, self.window = lengths, key_lengths, window
 
@@ -133,8 +135,8 @@ def test_xformers_is_told_the_keys_of_every_branch(options, monkeypatch):
         meant = AttentionOptions(scale, attn_bias.window)
         return written_out_to_keys(q[0], k[0], v[0], attn_bias.lengths, attn_bias.key_lengths, meant)[None]
 
-    names = ("BlockDiagonalCausalFromBottomRightMask", "BlockDiagonalCausalMask", "BlockDiagonalMask")
-    bias = SimpleNamespace(**dict.fromkeys(names, Mask))
+    others = dict.fromkeys(("BlockDiagonalCausalMask", "BlockDiagonalMask"))
+    bias = SimpleNamespace(BlockDiagonalCausalFromBottomRightMask=Mask, **others)
     ops = SimpleNamespace(memory_efficient_attention=memory_efficient_attention)
     modules = {"": SimpleNamespace(ops=ops), ".ops": ops, ".ops.fmha": bias, ".ops.fmha.attn_bias": bias}
     for name, module in modules.items():

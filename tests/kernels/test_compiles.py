@@ -49,7 +49,9 @@ norm = kernels.QKNorm(leaf(128), leaf(128), 1e-6)
 for options in ({}, {"qk_norm": norm, "interleaved": True}):
     sum(y.sum() for y in kernels.rope_qk(q, k, angles, angles, positions, **options)).backward()
 options = {"softcap": 2.0, "window": 7, "sinks": leaf(4)}
-kernels.varlen_attention(q, k, k, torch.tensor([0, 9, 64]).int(), 0.1, **options).sum().backward()
+branches = {"parents": torch.tensor([-1, 0]).int()}
+for more in (options, branches, options | branches):
+    kernels.varlen_attention(q, k, k, torch.tensor([0, 9, 64]).int(), 0.1, **more).sum().backward()
 
 hidden, weight, labels = leaf(64, 32), leaf(1024, 32), torch.arange(64)
 kernels.linear_cross_entropy(hidden, weight, labels, softcap=2.0).backward()
@@ -99,8 +101,10 @@ for (size, head_dim), by_memory in attention.TILES.items():
         target = GPUTarget("cuda", 90 if memory > 99 else 89, 32)
         dtype = {2: torch.bfloat16, 4: torch.float32}[size]
         q, k = leaf(64, 4, head_dim, dtype=dtype), leaf(64, 2, head_dim, dtype=dtype)
-        cu_seqlens = torch.tensor([0, 64]).int()
-        kernels.varlen_attention(q, k, k, cu_seqlens, 0.1, softcap=2.0, window=7).sum().backward()
+        for parents in (None, torch.tensor([-1, 0]).int()):
+            options = {"softcap": 2.0, "window": 7, "parents": parents}
+            cu_seqlens = torch.tensor([0, 30, 64]).int()
+            kernels.varlen_attention(q, k, k, cu_seqlens, 0.1, **options).sum().backward()
         print("room", memory * 1024)
 """
 

@@ -335,17 +335,21 @@ def test_strides_past_two_to_the_31(axis, small_tiles):
 
 
 @pytest.mark.gpu
-def test_never_synchronises_and_is_captured_for_other_documents():
+@pytest.mark.parametrize("branches", [False, True])
+def test_never_synchronises_and_is_captured_for_other_documents(branches):
+    none = (-1,) * 8
+    forests = ((-1, 0, 0, -1, -1, -1, -1, -1), (-1, 0, 1, 1, 0, -1, 5, 5), none) if branches else [None] * 3
     inputs = make((100, 28, 200), D=64, dtype=torch.bfloat16, softcap=5.0, window=50)
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     cu_seqlens = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+    parents = torch.full((8,), -1, dtype=torch.int32, device=DEVICE) if branches else None
 
     def step():
-        out = varlen_attention(*leaves, cu_seqlens, **inputs.options)
+        out = varlen_attention(*leaves, cu_seqlens, parents=parents, **inputs.options)
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs.g_out)]
 
     cu_seqlens.fill_(328)[0] = 0
-    run(inputs)  # compiles
+    run(replace(inputs, parents=(-1,) * 3 if branches else None))  # compiles
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
@@ -354,7 +358,10 @@ def test_never_synchronises_and_is_captured_for_other_documents():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    for lengths in ((100, 28, 200, 0, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 300), (328, *[0] * 7)):
+    rows = (100, 28, 200, 0, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 300), (328, *[0] * 7)
+    for lengths, forest in zip(rows, forests, strict=True):
         cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+        if branches:
+            parents.copy_(torch.tensor(forest))
         graph.replay()
-        assert_same(results, run(replace(inputs, lengths=lengths)))
+        assert_same(results, run(replace(inputs, lengths=lengths, parents=forest)))

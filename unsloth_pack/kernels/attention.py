@@ -39,6 +39,7 @@ from unsloth_pack.kernels.launch import (
 
 MAX_HEAD_DIM = 256
 _ENOUGH_PROGRAMS = 256  # two for each multiprocessor of an H100 or H200
+UNEVEN = 4  # so many times as many in a row that branches, where few of them have most queries
 _MAX_STRIDE = 2**23  # elements, so that a tile's offsets fit into 32 bits
 
 _Options = tuple[float, int | None, float | None]  # scale, window and softcap
@@ -165,7 +166,7 @@ class _VarlenAttention(torch.autograd.Function):
         g_out, options, tiles = _as_readable(g_out), ctx.options, _tiles(q)
         strided = q, k, v, g_out
         gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
-        members = _count_members(q, k, tiles.kv_gradient)
+        members = _count_members(q, k, tiles.kv_gradient, is_branched=row[1] is not None)
         parts = q.shape[1] // k.shape[1] // members
         wide = q.dtype if parts == 1 else torch.float32
         gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
@@ -187,15 +188,15 @@ class _VarlenAttention(torch.autograd.Function):
         return gq, gk, gv, None, None, g_sinks, None
 
 
-def _count_members(q: Tensor, k: Tensor, tile: Tile) -> int:
+def _count_members(q: Tensor, k: Tensor, tile: Tile, is_branched: bool = False) -> int:
     """Count the query heads that a program sums over for the gradients of k and v.
 
     As many as leave enough programs to keep a device busy. It depends on shapes only.
     """
     (N, K, _), G = k.shape, q.shape[1] // k.shape[1]
-    programs = max(1, N // tile.keys) * K
+    programs, enough = max(1, N // tile.keys) * K, _ENOUGH_PROGRAMS * (UNEVEN if is_branched else 1)
     fitting = [members for members in range(G, 0, -1) if G % members == 0]
-    return next((members for members in fitting if programs * (G // members) >= _ENOUGH_PROGRAMS), 1)
+    return next((members for members in fitting if programs * (G // members) >= enough), 1)
 
 
 def _launch(
