@@ -172,6 +172,31 @@ def test_all_that_trains_beside_the_layers_is_left_out_of_the_base(kind, lora):
     assert diverged > 0.01
 
 
+def test_gradients_pass_through_the_base():
+    plain, model = tiny_model("llama", torch.float64), tiny_model("llama", torch.float64)
+    patch_model(model)
+    ids = random_documents([9])[0][None].to(DEVICE)
+    grads = []
+    for each, off in ((plain, plain.disable_adapter()), (model, base_model(model))):
+        embeds = each.get_input_embeddings()(ids).detach().requires_grad_()
+        with off:
+            each(inputs_embeds=embeds, labels=ids).loss.backward()
+        grads.append(embeds.grad)
+    assert error(grads[1], grads[0]) < 1e-6
+    assert not any("lora" in name and weight.grad is not None for name, weight in model.named_parameters())
+
+
+def test_the_teachers_pass_keeps_no_activations():
+    model = tiny_model("llama")
+    patch_model(model)
+    loss = distilled(model)
+    teachers = []
+    ask = loss.teacher
+    loss.teacher = lambda inputs: teachers.append(ask(inputs)) or teachers[-1]
+    step(model, row_of(ROWS[0])[0])
+    assert not teachers[0].hidden.requires_grad
+
+
 def test_dropout_is_the_students_alone():
     """Of two passes of the teacher under dropout everywhere."""
     model = untrained("llama", attention_dropout=0.5)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from cli_runs import losses, read_metrics
+from cli_runs import cut_after, losses, read_metrics
 from tables import table
 from warm import torchrun
 
@@ -94,16 +94,20 @@ def test_the_teachers(train, model, tmp_path, monkeypatch):
     assert of_base[0]["kl_loss"] > 0
     assert of_adapter[0]["kl_loss"] == 0
     assert of_adapter[-1]["kl_loss"] > 0
-    lines = (out["init_adapter"] / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["kind"] != "summary"]
-    (out["init_adapter"] / "metrics.jsonl").write_text("\n".join(kept) + "\n")
-    for name in ("adapter_model.safetensors", "checkpoint-4"):
-        path = out["init_adapter"] / name
-        path.rename(path.with_name(f"{name}.before"))
+    cut_after(out["init_adapter"], 2)
     monkeypatch.chdir("/")
     assert main(["--resume", f"--output_dir={out['init_adapter']}"]) == 0
     again = log_of(out["init_adapter"])
     assert [line["kl_loss"] for line in again[2:]] == [line["kl_loss"] for line in of_adapter[2:]]
+
+
+def test_a_folder_named_base_is_no_teacher(train, tmp_path):
+    (tmp_path / "base").mkdir()
+    assert train("--sample_packing", **FLAGS, save_steps=3) == 0
+    cut_after(tmp_path / "out", 3)
+    assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 0
+    assert main([f"--config={tmp_path / 'out' / 'config.yaml'}", "--output_dir=again"]) == 0
+    assert log_of(tmp_path / "out")[-1]["kl_loss"] == log_of(tmp_path / "again")[-1]["kl_loss"]
 
 
 def test_a_teacher_changes_what_is_learned(train, tmp_path):

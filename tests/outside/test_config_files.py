@@ -149,6 +149,24 @@ def test_two_stages_run_one_after_the_other_on_the_demo():
     assert any(".layers.1." in name for name in trained)
 
 
+def test_an_anchored_recipe_learns_and_stays_near_its_base():
+    lines = []
+    assert main(["recipe", "copy", "distill-anchor"]) == 0
+    for kl_weight in (0, 5):
+        flags = [f"--output_dir=out{kl_weight}", f"--kl_weight={kl_weight}", "--eval_fraction=0.02"]
+        flags += ["--eval_steps=4", "--learning_rate=1e-3", f"--dataset={DATA}", *QUICK, "--max_steps=8"]
+        assert main(["--config=distill-anchor.yaml", *flags]) == 0
+        metrics = [
+            json.loads(line) for line in Path(f"out{kl_weight}/metrics.jsonl").read_text().splitlines()
+        ]
+        assert next(line["kl_loss"] for line in metrics if "kl_loss" in line) == 0
+        lines.append([line for line in metrics if "eval_kl_loss" in line])
+    free, anchored = lines
+    assert 0 < anchored[-1]["eval_kl_loss"] < free[-1]["eval_kl_loss"] / 2
+    for line in lines:
+        assert line[-1]["eval_sft_loss"] < line[0]["eval_sft_loss"]
+
+
 def test_the_full_recipe_saves_a_model_that_transformers_loads():
     assert main(["recipe", "copy", "full"]) == 0
     assert main(["--config=full.yaml", f"--dataset={DATA}", *QUICK]) == 0
