@@ -1,12 +1,15 @@
-"""DPO on padded batches: updates a second of TRL's trainer over this package, plain TRL and Unsloth.
+"""DPO and GRPO on padded batches: updates of TRL's trainers over this package, plain TRL and Unsloth.
 
     python benchmarks/padded_trainers.py [--case dpo-0.5b,dpo-8b] [--peers ours,trl,unsloth] [--json PATH]
-    python benchmarks/padded_trainers.py --case tiny --peers ours,trl         on a CPU
+    python benchmarks/padded_trainers.py --case grpo-0.5b,grpo-8b --peers ours,whole,trl
+    python benchmarks/padded_trainers.py --case tiny,tiny-grpo --peers ours,whole,trl         on a CPU
 
 Lengths are drawn as those of UltraFeedback's binarized preferences: log-normal, with a long tail that
-`max_length` cuts. All peers train on the same rows, in batches padded by TRL, with LoRA on a model of random
-weights that is built once under --work. Each peer runs in a process of its own, with a time limit. --rounds
-interleaves them, so that a drift of the machine hits all.
+`max_length` cuts. GRPO trains on one prompt and its answers of full length, random tokens in place of
+generated ones, so that a step is the update alone. "whole" is this package without shared prefixes. All peers
+train on the same rows, in batches padded by TRL, with LoRA on a model of random weights that is built once
+under --work. Each peer runs in a process of its own, with a time limit. --rounds interleaves them, so that a
+drift of the machine hits all.
 
 Tokens are counted where the trainer hands a batch over, padding not counted. Seconds are the median of the
 updates after the warm-up. Exit code 1 if a run failed; what it said is printed.
@@ -25,7 +28,7 @@ from peer_runs import parser_of, run_peers
 from shapes import build
 from watched import Watched
 
-PEERS = ("ours", "trl", "unsloth")
+PEERS = ("ours", "whole", "trl", "unsloth")
 # Median and sigma of the logarithm, in tokens
 LENGTHS = {"prompt": (85, 1.0), "chosen": (250, 0.75), "rejected": (210, 0.85)}
 SHORTEST = 4
@@ -39,8 +42,9 @@ class Case:
 
     Args:
         shape: of the model, by its name in `shapes`.
-        pairs: of a chosen and a rejected reply in a batch.
+        pairs: of a chosen and a rejected reply in a batch; of GRPO answers.
         max_length: tokens of a prompt and its reply at most.
+        prompt: tokens of the prompt of GRPO; 0 for DPO.
         checkpointing: whether every layer is recomputed.
         steps: updates of a run.
         warm: of them, the first that do not count.
@@ -52,12 +56,16 @@ class Case:
     checkpointing: bool
     steps: int
     warm: int
+    prompt: int = 0
 
 
 CASES = {
     "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=120, warm=40),
     "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=60, warm=8),
+    "grpo-0.5b": Case("qwen0.5b", 8, 1500, checkpointing=False, steps=40, warm=15, prompt=1000),
+    "grpo-8b": Case("llama8b", 8, 1500, checkpointing=True, steps=20, warm=6, prompt=1000),
     "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
+    "tiny-grpo": Case("tiny", 8, 150, checkpointing=False, steps=8, warm=3, prompt=100),
 }
 
 
@@ -96,19 +104,36 @@ def preferences(case: Case) -> list[dict[str, str]]:
     return [next(kept) for _ in range(case.steps * case.pairs)]
 
 
+class Rollouts:
+    """Random answers to a random prompt, in place of generation."""
+
+    def __init__(self, case: Case):
+        self.case, self.draw = case, random.Random(0)
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
+        n_answer = self.case.max_length - self.case.prompt
+        prompt = self._ids(self.case.prompt)
+        answers = [self._ids(n_answer) for _ in prompts]
+        logprobs = [[-1.0] * n_answer for _ in prompts]
+        return {"prompt_ids": [prompt] * len(prompts), "completion_ids": answers, "logprobs": logprobs}
+
+    def _ids(self, n: int) -> list[int]:
+        return [self.draw.randrange(10, 200) for _ in range(n)]
+
+
 def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     """The figures of one run."""
     if peer == "unsloth":  # before TRL is imported
         from unsloth import FastLanguageModel, PatchDPOTrainer
 
         PatchDPOTrainer()
-    elif peer == "ours":
+    elif peer in ("ours", "whole"):
         from unsloth_pack import FastLanguageModel
     import torch
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -123,23 +148,29 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         model = model.to("cuda" if on_gpu else "cpu")
         more["peft_config"] = LoraConfig(**lora, task_type="CAUSAL_LM")
     else:
+        own = {"share_prefixes": False} if peer == "whole" else {}
         model, tokenizer = FastLanguageModel.from_pretrained(
-            folder, max_seq_length=case.max_length, dtype=dtype, load_in_4bit=False
+            folder, max_seq_length=case.max_length, dtype=dtype, load_in_4bit=False, **own
         )
-        asked = {"ours": True, "unsloth": "unsloth"}[peer] if case.checkpointing else False
+        asked = {"ours": True, "whole": True, "unsloth": "unsloth"}[peer] if case.checkpointing else False
         model = FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing=asked)
-    config = DPOConfig(
-        output_dir=str(work / f"dpo-{peer}"),
+    make, kind = (GRPOTrainer, GRPOConfig) if case.prompt else (DPOTrainer, DPOConfig)
+    own = {"max_length": case.max_length, "beta": 0.1}
+    if case.prompt:
+        answer = case.max_length - case.prompt
+        own = {"num_generations": case.pairs, "max_completion_length": answer, "beta": 0.0}
+        more |= {"reward_funcs": lambda completions, **_: [hash(text) % 7 / 7 for text in completions]}
+        more |= {"rollout_func": Rollouts(case)}
+    config = kind(
+        output_dir=str(work / f"padded-{peer}"),
         per_device_train_batch_size=case.pairs,
         gradient_accumulation_steps=1,
-        max_length=case.max_length,
         max_steps=case.steps,
         learning_rate=5e-6,
         warmup_steps=5,  # as all that follows, said to every peer: Unsloth's defaults are others
         lr_scheduler_type="linear",
         weight_decay=0.01,
         max_grad_norm=1.0,
-        beta=0.1,
         logging_steps=5,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         gradient_checkpointing=case.checkpointing and peer == "trl",
@@ -148,14 +179,17 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         report_to="none",
         save_strategy="no",
         seed=3407,
+        **own,
     )
-    rows = Dataset.from_list(preferences(case))
-    trainer = DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
+    rows = Dataset.from_list([{"prompt": "a"}] * case.steps if case.prompt else preferences(case))
+    trainer = make(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
     watched = Watched()
     watched.follow(trainer)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
+    if case.prompt:  # TRL makes the batch inside of a step
+        watched.tokens = watched.places = [case.pairs * case.max_length] * case.steps
     warm, tokens = watched.seconds(case.warm), watched.tokens[case.warm :]
     return {
         "ms": 1000 * statistics.median(warm),

@@ -38,11 +38,12 @@ class Watched:
         step = trainer.training_step
 
         def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            masks = [mask for name, mask in inputs.items() if name.endswith("attention_mask")]
-            whole = masks or [inputs["input_ids"]]
-            self.places.append(sum(each.numel() for each in whole))
-            self.tokens.append(sum(int(mask.sum()) for mask in masks) if masks else self.places[-1])
-            self.shapes = {name: [*x.shape] for name, x in inputs.items() if hasattr(x, "shape")}
+            if isinstance(inputs, dict):  # GRPO makes its batch inside of the step
+                masks = [mask for name, mask in inputs.items() if name.endswith("attention_mask")]
+                whole = masks or [inputs["input_ids"]]
+                self.places.append(sum(each.numel() for each in whole))
+                self.tokens.append(sum(int(mask.sum()) for mask in masks) if masks else self.places[-1])
+                self.shapes = {name: [*x.shape] for name, x in inputs.items() if hasattr(x, "shape")}
             loss = step(model, inputs, *args, **kwargs)
             self.losses.append(loss.detach().clone())  # read at the end, without a wait now
             return loss

@@ -15,7 +15,7 @@ from tiny import DEVICE, error, random_documents, tiny_model
 
 from unsloth_pack import LeakFound, patch_model, probe, verify
 from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, sdpa
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row import describe
 from unsloth_pack.packed_row.describe import describe_row
@@ -527,3 +527,31 @@ def test_a_prefix_of_few_tokens_is_not_worth_sharing():
     assert "4 of 120 tokens saved so far" in patch.report.fused["prefixes"]
     with pytest.raises(InputError, match="share_prefixes is 1; give True or False"):
         patch_model(model, share_prefixes=1)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "flash", "xformers", "sdpa"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_every_backend_shares_as_it_computes_whole_rows(arch, backend):
+    """In bfloat16: no further from float64 than 1.5 times the same model without sharing."""
+    documents = answers_to((300, 40), ((130, 9, 1, 64), (70, 5)))
+    weights = torch.randn(sum(map(len, documents)), 256, dtype=torch.float64, device=DEVICE)
+    exact = tiny_model(arch, torch.float64)
+    patch_model(exact, "sdpa", share_prefixes=False)
+    truth, true_grads = logits_and_gradients(exact, [batch_of(documents)], weights)
+    errors = []
+    for shares in (True, False):
+        model = tiny_model(arch, torch.bfloat16)
+        try:
+            patch_model(model, backend, share_prefixes=shares)
+        except BackendUnavailable as unavailable:
+            pytest.skip(str(unavailable))
+        counts = computed_tokens(model)
+        logits, grads = logits_and_gradients(model, [batch_of(documents)], weights.bfloat16())
+        assert counts[-1] == sum(map(len, documents)) - (3 * 300 + 40 if shares else 0)
+        squares = sum(float((grads[n].double() - g).square().sum()) for n, g in true_grads.items())
+        errors.append((error(logits.double(), truth), squares**0.5))
+    assert all(shared <= 1.5 * whole for shared, whole in zip(*errors, strict=True))
