@@ -10,9 +10,11 @@ import torch
 from cli_runs import cut_after, losses, read_metrics
 from model_folder import byte_tokenizer
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from unsloth_pack import FastLanguageModel
+from unsloth_pack.cli import main
 from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.tokenize import documents_of
 from unsloth_pack.errors import InputError
@@ -76,6 +78,14 @@ def test_classes_are_learned_and_transformers_finds_them_again(classify, model, 
     ours, _ = FastLanguageModel.from_pretrained(str(out), 128, torch.float32)
     assert classes_of(ours, tokenizer, rows, config.id2label) == found
     merged = kind.from_pretrained(out / "merged", dtype=torch.float32)
+    assert main(["merge", f"--model_name={out}", f"--save_path={tmp_path / 'again'}"]) == 0
+    again, first = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "again", out / "merged")
+    )
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    assert main(["generate", f"--model_name={out}", "--prompt=a"]) == 2
+    assert "classifies texts and writes none" in capsys.readouterr().err
     same = zip(classes_of(merged, tokenizer, rows, merged.config.id2label), found, strict=True)
     assert sum(one == other for one, other in same) >= 58  # in bfloat16
 
@@ -114,7 +124,7 @@ def test_a_killed_run_goes_on_and_another_takes_its_folder(classify, files, tmp_
         ({"label_column": None}, "no column 'label' among text, kind; give --label_column"),
         ({"task": None}, "label_column is 'kind', which needs another option; give --task too"),
         ({"streaming": True}, "task is 'classify' and streaming is true; give one of them"),
-        ({"model_name": "vision-demo"}, "; give another model"),
+        ({"model_name": "vision-demo"}, "has no classifier in transformers; give another"),
     ],
 )
 def test_what_cannot_be_classified_is_refused_in_one_line(flags, message, classify, capsys):
@@ -148,11 +158,11 @@ def rows_of(labels, feature=None):
 
 
 def test_classes_of_a_column():
-    found = Labels.of("label", {"a": rows_of([10, 2, 2]), "b": rows_of(["no", "2"])})
-    assert found.names == ("2", "10", "no")
-    assert found.numbers(rows_of(["no", "2"])).tolist() == [2, 0]
+    found = Labels.of("label", [("a", rows_of([10, 2, 2])), ("a", rows_of(["no", "3"]))])
+    assert found.names == ("2", "3", "10", "no")
+    assert found.numbers(rows_of(["no", "2"])).tolist() == [3, 0]
     feature = datasets.ClassLabel(names=["low", "high", "none"])
-    found = Labels.of("label", {"a": rows_of([1, 0], feature)})
+    found = Labels.of("label", [("a", rows_of([1, 0], feature))])
     assert found.names == ("low", "high", "none")
     assert found.numbers(rows_of([1, 2], feature)).tolist() == [1, 2]
     with pytest.raises(InputError, match=r"row 1, column 'label': not in the training data \(low, high"):
@@ -163,4 +173,4 @@ def test_classes_of_a_column():
         (["a", "a"], "label_column 'label' holds 1 label; give data with two or more"),
     ):
         with pytest.raises(InputError, match=message):
-            Labels.of("label", {"a": rows_of(labels)})
+            Labels.of("label", [("a", rows_of(labels))])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoftQConfig, PeftConfig, PeftModel, PeftType
+from peft import LoftQConfig, PeftConfig, PeftModel, PeftType, TaskType
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -189,8 +189,9 @@ class _AlwaysSaved(GenerationConfig):
 
 
 def read_classes(adapter: str) -> dict[str, Any]:
-    """Return `num_labels` and the names of classes, which stand beside the adapter of a classifier."""
-    if not os.path.isfile(os.path.join(adapter, MODEL_CONFIG)):
+    """Return `num_labels` and the names of the classes that an adapter of a classifier was saved with."""
+    is_classifier = PeftConfig.from_pretrained(adapter).task_type == TaskType.SEQ_CLS
+    if not is_classifier or not os.path.isfile(os.path.join(adapter, MODEL_CONFIG)):
         return {}
     config = load_config(adapter)
     return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
@@ -199,7 +200,7 @@ def read_classes(adapter: str) -> dict[str, Any]:
 def check_classifies(config: PretrainedConfig) -> None:
     """Refuse a configuration for which transformers has no class that answers once per text."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or hasattr(config, "vision_config"):
-        raise InputError(f"transformers classifies no texts with a {config.model_type}; give another model")
+        raise InputError(f"{config.model_type} has no classifier in transformers; give another model")
 
 
 def auto_class(config: PretrainedConfig | None) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

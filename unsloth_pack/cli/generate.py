@@ -42,6 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     else:
         model, tokenizer = FastLanguageModel.from_pretrained(name, **options)
         encode_prompt = partial(encode, tokenizer)
+    if model.get_output_embeddings() is None:
+        raise InputError(f"{name} classifies texts and writes none; call it in Python")
     model = FastLanguageModel.for_inference(model)
     _answer(model, tokenizer, map(encode_prompt, filter(str.strip, prompts)), flags)
     return 0

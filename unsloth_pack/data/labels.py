@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,27 +26,29 @@ class Labels:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, column: str, data_sets: Mapping[str, datasets.Dataset]) -> Labels:
-        """Find the classes in a column of data sets, whose names errors tell.
+    def of(cls, column: str, data_sets: Iterable[tuple[str, datasets.Dataset]]) -> Labels:
+        """Find the classes in a column of data sets; each comes with its name, for errors.
 
         They stand in the order of their numbers or of the alphabet, or in that of a `ClassLabel`.
 
         Raises:
             InputError: no such column, a label that is missing or no class, or less than two classes.
         """
-        names: dict[str, None] = {}
-        for data_set, rows in data_sets.items():
+        declared: dict[str, None] = {}
+        found: set[str] = set()
+        for data_set, rows in data_sets:
             if column not in rows.column_names:
                 there = ", ".join(rows.column_names)
                 raise InputError(f"{data_set}: no column {column!r} among {there}; give --label_column")
             try:
-                names |= dict.fromkeys(sorted({*_names_in(rows, column)}, key=_order))
-                names = dict.fromkeys(getattr(rows.features[column], "names", names)) | names
+                found |= {*_names_in(rows, column)}
             except InputError as error:
                 raise InputError(f"{data_set}: {error}") from None
+            declared |= dict.fromkeys(getattr(rows.features[column], "names", ()))
+        names = (*declared, *sorted(found - declared.keys(), key=_order))
         if len(names) < 2:
             raise InputError(f"label_column {column!r} holds {len(names)} label; give data with two or more")
-        return cls(column, tuple(names))
+        return cls(column, names)
 
     def numbers(self, rows: datasets.Dataset) -> np.ndarray:
         """Return `[rows]` int32: the class of each row.

@@ -22,8 +22,8 @@ OF_AN_ADAPTER = (
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 _EVALUATION = ("eval_dataset", "eval_fraction")
-# What learning a label cannot be combined with: classes are known before the first row, and stay so
-_OF_TEXT_LEARNED = ("streaming", "train_on_responses_only", "init_adapter", "add_tokens", "fsdp", "deepspeed")
+# Options that `--task classify` does not take
+_NOT_OF_CLASSES = ("streaming", "train_on_responses_only", "init_adapter", "add_tokens", "fsdp", "deepspeed")
 # Options of which one at most may be given
 _ONE_OF = (
     *combinations(LOADED_IN, 2),
@@ -36,7 +36,7 @@ _ONE_OF = (
     *product(("effective_batch_size",), ("gradient_accumulation_steps", "keep_examples_per_update")),
     ("optimizer_in_backward", "keep_examples_per_update"),  # which may add up gradients of several steps
     *product(("freeze_llm",), _OF_THE_TEXT),
-    *product(("task",), _OF_TEXT_LEARNED),
+    *product(("task",), _NOT_OF_CLASSES),
 )
 # An option, and those of which it needs one
 _NEEDS = {

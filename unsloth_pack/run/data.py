@@ -123,7 +123,8 @@ def build_data(
             raise InputError(
                 f"task is 'classify' and {packs or eval_packs} holds packed rows; give their text"
             )
-        labels = Labels.of(data.label_column or "label", {each.data_set.name: each.rows for each in loaded})
+        named = ((each.data_set.name, each.rows) for each in loaded)
+        labels = Labels.of(data.label_column or "label", named)
         config.padding_free = True  # whatever shares a batch shares a row
     source = init_adapter or model.model_name
     images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)

@@ -143,8 +143,7 @@ def prepare_documents(
         labels: of the documents, where those are learned in place of the text.
     """
     if labels is not None:
-        texts = rows.remove_columns(labels.column) if labels.column in rows.column_names else rows
-        classes = labels.numbers(rows)
+        classes, texts = labels.numbers(rows), rows.remove_columns(labels.column)
         return documents_of(texts, tokenizer, max_length=max_length, num_proc=num_proc, classes=classes)
     if images is not None and holds_images(rows):
         return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
