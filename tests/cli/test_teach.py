@@ -1,12 +1,13 @@
 """`teach`: packs with a teacher's most likely next tokens, as the untouched teacher predicts them."""
 
 import json
+import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from cli_runs import plain, tree
+from cli_runs import plain, read_metrics, tree
 from transformers import AutoTokenizer
 
 from unsloth_pack.cli import main
@@ -151,12 +152,19 @@ def test_images_and_packs_are_refused(place, packs, refused):
     assert "packed rows, but documents are needed here" in refused(command=command)
 
 
-def test_a_student_of_fewer_outputs(packs):
-    """Refused where the teacher's tokens are beyond them."""
-    largest = max(row["teacher_ids"].max() for row in read(packs)[1])
+def test_a_student_of_fewer_outputs(packs, tmp_path, refused):
+    """Refused where the teacher's tokens are beyond them, though those of the data are not."""
+    rows = read(packs)[1]
+    largest = int(max(row["teacher_ids"].max() for row in rows))
+    assert largest > max(max(row["input_ids"]) for row in rows)
     assert len(read(packs, outputs=largest + 1)[1]) == read_manifest(packs).rows
-    with pytest.raises(ValueError, match=f"the teacher has token {largest}, and the model outputs 0 to"):
-        read(packs, outputs=largest)
+    model = plain(DEMO)
+    model.resize_token_embeddings(largest)
+    model.save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "small")
+    flags = {"objective": "distill", "teacher": "stored", "dataset": packs, "model_name": "small"}
+    message = f"the teacher has token {largest}, and the model outputs 0 to {largest - 1}; take a teacher of"
+    assert message in refused(**flags)
 
 
 def test_a_teacher_that_leaks_teaches_nothing(leak, tmp_path, capsys):
@@ -174,3 +182,94 @@ def test_a_teacher_whose_logits_overflow(refused, monkeypatch):
     monkeypatch.setattr("unsloth_pack.run.teacher.probe", spoil)
     message = "demo gives probabilities that are no numbers; give --dtype float32"
     assert message in refused(command=teach("packs"))
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """A model that has the teacher's tokenizer and other weights."""
+    folder = tmp_path_factory.mktemp("student")
+    model = plain(DEMO)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.2 * weight.std() * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def distil(student, tmp_path):
+    def run(dataset, out, *more):
+        flags = ["--objective=distill", f"--model_name={student}", "--dtype=float32", "--max_steps=3"]
+        flags += ["--learning_rate=0.01", "--logging_steps=1", "--kl_weight=1", "--ce_weight=0.5"]
+        return main([*flags, f"--dataset={dataset}", f"--output_dir={tmp_path / out}", *more])
+
+    return run
+
+
+def log_of(folder, name):
+    return [line[name] for line in read_metrics(folder)["log"] if name in line]
+
+
+def test_a_run_learns_from_a_stored_teacher_as_from_a_live_one(texts, distil, tmp_path, capsys, monkeypatch):
+    """All tokens are stored, at the temperature of the packs, two rows a step; evaluation too."""
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(teach("packs", f"--dataset={texts}", f"--top_k={V}", "--temperature=1.5")) == 0
+    command = "--objective distill --teacher stored --model_name STUDENT --dataset packs"
+    assert command in capsys.readouterr().out
+    packed = ["--max_seq_length=144", "--per_device_train_batch_size=2", "--eval_steps=3"]
+    stored = [*packed, "--teacher=stored", "--eval_dataset=packs"]
+    live = [*packed, "--teacher=demo", f"--eval_dataset={texts}", "--sample_packing", "--temperature=1.5"]
+    assert distil("packs", "stored", *stored) == 0
+    assert distil(texts, "live", *live) == 0
+    for name in ("loss", "kl_loss", "sft_loss", "eval_loss", "eval_kl_loss", "grad_norm"):
+        ours, theirs = (log_of(tmp_path / folder, name) for folder in ("stored", "live"))
+        assert len(ours) >= 1
+        assert ours == pytest.approx(theirs, rel=2e-3), name
+    assert log_of(tmp_path / "stored", "kl_loss")[-1] < 0.9 * log_of(tmp_path / "stored", "kl_loss")[0]
+
+
+def test_a_student_goes_on_after_an_interruption(packs, distil, tmp_path):
+    more = ["--teacher=stored", "--save_steps=2", "--lora_dropout=0.2"]
+    assert distil(packs, "whole", *more) == 0
+    assert distil(packs, "out", *more) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 0
+    assert log_of(tmp_path / "out", "kl_loss") == log_of(tmp_path / "whole", "kl_loss")
+
+
+def test_taught_packs_train_without_their_teacher(packs, texts, student, tmp_path):
+    flags = [f"--model_name={student}", "--dtype=float32", "--max_steps=1", "--max_seq_length=144"]
+    assert main([*flags, f"--dataset={packs}", f"--output_dir={tmp_path / 'taught'}"]) == 0
+    plain = ["--sample_packing", f"--dataset={texts}", f"--output_dir={tmp_path / 'plain'}"]
+    assert main([*flags, *plain]) == 0
+    assert log_of(tmp_path / "taught", "loss") == log_of(tmp_path / "plain", "loss")
+
+
+def test_what_a_stored_teacher_cannot_teach(packs, texts, distil, tmp_path, capsys):
+    assert main(["pack", "--sample_limit=40", "--max_seq_length=144", "--out=untaught"]) == 0
+    stored, none = "--teacher=stored", "holds none; give packs that `unsloth-pack teach` wrote"
+    cases = [
+        ([texts, stored], f"teacher is 'stored', and dataset {texts} {none}"),
+        (["untaught", stored], f"teacher is 'stored', and dataset untaught {none}"),
+        (
+            [packs, stored, "--eval_dataset=untaught"],
+            f"teacher is 'stored', and eval_dataset untaught {none}",
+        ),
+        ([packs, stored, "--temperature=2"], "temperature is 2.0, but 1.0 for the packed rows in"),
+    ]
+    before = tree(tmp_path)
+    capsys.readouterr()
+    for (dataset, *flags), message in cases:
+        assert distil(dataset, "out", *flags) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert tree(tmp_path) == before
+
+
+def test_a_student_of_another_vocabulary(packs, model, refused):
+    """Its tokenizer differs."""
+    flags = {"objective": "distill", "teacher": "stored", "dataset": packs, "max_seq_length": 144}
+    assert "packed with another tokenizer, that of demo" in refused(model_name=model, **flags)

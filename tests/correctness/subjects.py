@@ -10,8 +10,8 @@ import tiny
 import torch
 from tiny import MIXED_LENGTHS, random_documents
 from torch.nn.utils.rnn import pad_sequence
-from unsloth_pack.packed_row.padded_batch import PaddedBatch
 
+from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.prefixes import first_differences, share_prefixes
 
 from .cases import DTYPES

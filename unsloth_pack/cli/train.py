@@ -83,7 +83,10 @@ def _run(o: TrainOptions) -> int:
     distills = o.training.objective == "distill"
     if distills:
         check_teacher(o.distill, tokenizer.tokenizer)
-    data = build_data(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter)
+    data = build_data(
+        *(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter),
+        reads_teacher=distills and o.distill.teacher == "stored",
+    )
     if o.output.resume:
         for use, part in (("train", data.train), ("eval", data.evaluation)):
             paths = paths_of(o.data.dataset if use == "train" else o.data.eval_dataset or o.data.dataset)

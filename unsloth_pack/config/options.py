@@ -14,7 +14,7 @@ from unsloth_pack.config import values as t
 from unsloth_pack.demo import BUNDLED_MODELS
 
 ALIASES = {"packing": "sample_packing"}
-OWN_TEACHERS = ("base", "init_adapter")  # values of `teacher` that are no paths
+OWN_TEACHERS = ("base", "init_adapter", "stored")  # values of `teacher` that are no paths
 Place = tuple[str, int]  # a file and a line
 
 

@@ -94,12 +94,15 @@ def build_data(
     tokenizer: RunTokenizer,
     config: SFTConfig,
     init_adapter: str | None = None,
+    *,
+    reads_teacher: bool = False,
 ) -> TrainingData:
     """Read and tokenise the data.
 
     Args:
         config: of the trainer, which is adapted to rows with images and to `keep_examples_per_update`.
         init_adapter: the adapter that the run begins with.
+        reads_teacher: whether packs hold the predictions of the teacher.
 
     Raises:
         InputError: the data cannot be trained on.
@@ -130,8 +133,10 @@ def build_data(
     images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)
     if images is not None:
         _adapt_to_images(config, image_options)
+    if reads_teacher:
+        config.remove_unused_columns = False  # its columns are none that TRL knows
 
-    builder = _Builder(model, data, tokenizer, config, images, labels)
+    builder = _Builder(model, data, tokenizer, config, images, labels, reads_teacher)
     evaluation = None
     if stream is not None:
         train = builder.stream(stream)
@@ -190,9 +195,11 @@ class _Builder:
         config: SFTConfig,
         images: ImagePreparation | None,
         labels: Labels | None,
+        reads_teacher: bool,
     ):
         self._labels = labels
         self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
+        self._reads_teacher = reads_teacher
         self._tokenizer = tokenizer.tokenizer
         text: PretrainedConfig = load_config(find_model(model.model_name)[0]).get_text_config()
         self._vocab_size = max([text.vocab_size, *(token + 1 for token in tokenizer.new_tokens)])
@@ -201,7 +208,8 @@ class _Builder:
 
     def packed_rows(self, folder: Path) -> PreparedRows:
         """Rows that were packed on disk."""
-        packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer))
+        outputs = self._vocab_size if self._reads_teacher else None
+        packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer), teach_outputs=outputs)
         check_token_ids(rows, self._vocab_size)
         if packs.images is not None and self._images is not None:
             check_files_of_packs(folder, rows, self._images)

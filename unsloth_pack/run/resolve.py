@@ -191,10 +191,11 @@ def _demo_values(asked: TrainOptions) -> dict[str, Any]:
 
 def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOptions:
     """Take from rows that are packed on disk how they are trained on, and how long they are."""
+    stored = {name: _stored_temperature(options, name) for name in ("dataset", "eval_dataset")}
     if folder := packs_in(options.data.dataset):
         packs = read_manifest(folder)
         fixed = {"sample_packing": True, "padding_free": True}
-        fixed |= {"train_on_responses_only": packs.train_on_responses_only}
+        fixed |= {"train_on_responses_only": packs.train_on_responses_only, **stored["dataset"]}
         # The rows are chosen already
         chosen = {name: OPTIONS[name].default for name in _CHOOSING_ROWS}
         length = requested.get("max_seq_length", packs.capacity)
@@ -203,10 +204,24 @@ def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOpt
     if options.data.eval_dataset and (folder := packs_in(options.data.eval_dataset)):
         packs = read_manifest(folder)
         fixed = {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only}
+        fixed |= stored["eval_dataset"]
         _refuse_otherwise(flat(options), fixed, folder, packs.capacity)
         _refuse_otherwise(requested, {"eval_packing": True}, folder)
         options = changed(options, {"eval_packing": True})
     return options
+
+
+def _stored_temperature(options: TrainOptions, name: str) -> dict[str, Any]:
+    """The temperature of the teacher in the packs that an option names, where a stored one teaches."""
+    named = getattr(options.data, name)
+    if (options.training.objective, options.distill.teacher) != ("distill", "stored") or named is None:
+        return {}
+    folder = packs_in(named)
+    teacher = None if folder is None else read_manifest(folder).teacher
+    if teacher is None:
+        problem = f"teacher is 'stored', and {name} {', '.join(paths_of(named))} holds none"
+        raise InputError(f"{problem}; give packs that `unsloth-pack teach` wrote")
+    return {"temperature": teacher.temperature}
 
 
 def packs_in(named: Named) -> Path | None:

@@ -21,12 +21,12 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
-from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher
+from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
 from unsloth_pack.losses.head import count_head_outputs
 from unsloth_pack.patching.deferred_logging import is_patched, logging_of
 from unsloth_pack.training.notebooks import SFTTrainer
 
-BASE, INIT_ADAPTER = "base", "init_adapter"
+BASE, INIT_ADAPTER, STORED = "base", "init_adapter", "stored"
 PARTS = ("sft_loss", "kl_loss", "teacher_entropy", "token_accuracy")
 _N_LINES = 8  # of the log, that a jump is judged by
 _JUMP, _LEAST = 3.0, 0.1  # times the greatest of them; nats a token
@@ -38,8 +38,8 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
     """Return the teacher of a patched model that is to train.
 
     Args:
-        teacher: "base" is the model without its adapter, "init_adapter" a copy of what trains as it is now.
-            Or another patched model, which is frozen.
+        teacher: "base" is the model without its adapter, "init_adapter" a copy of what trains as it is now,
+            "stored" what batches hold, see `TeacherCollator`. Or another patched model, which is frozen.
 
     Raises:
         InputError: the model has no base, or the other model has other outputs.
@@ -56,6 +56,8 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
         return partial(model_teacher, within=partial(base_model, _causal_lm(model)))
     if teacher == INIT_ADAPTER:
         return partial(model_teacher, within=FrozenCopy(_causal_lm(model)).in_place)
+    if teacher == STORED:
+        return stored_teacher
     other = _causal_lm(teacher)
     ours, theirs = (count_head_outputs(each) for each in (_causal_lm(model), other))
     if ours != theirs:

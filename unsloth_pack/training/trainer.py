@@ -36,6 +36,7 @@ from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
 from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
 from unsloth_pack.training.streaming import RowStream, loader_of
+from unsloth_pack.training.teacher_rows import TeacherCollator
 from unsloth_pack.training.trl_setup import (
     UNTRUE,
     UNTRUE_OF_PACKS,
@@ -109,6 +110,8 @@ class RunTrainer(SFTTrainer):
             self.data_collator = image_rows
         elif patch is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
+        if distillation is not None:
+            self.data_collator = TeacherCollator(self.data_collator)
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         rows: Any = self.train_dataset
