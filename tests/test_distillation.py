@@ -303,7 +303,7 @@ def test_evaluation_computes_the_same_loss():
 
 
 @table("arguments, why", [
-    ({"output_router_logits": True}, "the routers' own loss is wanted"),
+    ({"output_router_logits": True}, "output_router_logits is on"),
     ({"return_dict": False}, "return_dict is False"),
     ({"logits_to_keep": 2}, "logits_to_keep is given"),
 ])  # fmt: skip

@@ -23,8 +23,10 @@ from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.layers.leak_probe import side_effect_free_pass
+from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.training.distill import make_teacher
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
@@ -664,7 +666,50 @@ def test_every_parameter_gets_its_own_gradient(shapes, reached):
         assert grad is None if own is None else torch.equal(grad, own)
 
 
+def with_base_as_teacher(model):
+    model.get_base_model().training_loss = DistillationLoss(make_teacher(model), kl_weight=1.0)
+
+
+def test_a_teachers_pass_changes_nothing_that_graphs_assume():
+    model = patched(lora={"lora_dropout": 0.1}, attention_dropout=0.1)
+    with_base_as_teacher(model)
+    decoder, ids = model.get_base_model().get_decoder(), random_documents([12])[0][None]
+    state = DecoderState(decoder)
+    model(input_ids=ids, labels=ids, packed_seq_lengths=[5, 7]).loss.backward()
+    assert state.matches(decoder)
+    assert state.dropout_matches()
+    assert state.why_not_captured() is None
+
+
 # On a GPU
+
+
+@gpu
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+def test_a_teacher_runs_between_replays(adapter):
+    models = pair("qwen3", adapter)
+    for model in models:
+        with_base_as_teacher(model)
+    capture(models)
+    for step in range(4, 10):
+        assert_alike(models, step_both(models, step))
+
+
+@gpu
+def test_an_untrained_adapter_has_no_divergence_on_a_gpu():
+    """Uncaptured: a captured row is longer, and its GEMMs may round otherwise."""
+    _, model = pair("qwen3")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.zero_()
+    with_base_as_teacher(model)
+    model.get_base_model().training_loss.ce_weight = 0.0
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward()
+        assert loss.item() == 0
+        assert not any(gradient.any() for gradient in grads(model).values())
 
 
 @gpu

@@ -216,7 +216,7 @@ class FastCausalLM(CountedParameters):
         if return_dict is False:
             return "return_dict is False"
         if self._wants_router(call):
-            return "the routers' own loss is wanted"
+            return "output_router_logits is on"
         if self._is_unchanged(call):
             return "images may come with an unpacked batch"
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0

@@ -22,7 +22,7 @@ from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
-from unsloth_pack.losses.head import count_head_outputs
+from unsloth_pack.losses.head import count_head_outputs, why_head_not_fused, why_loss_not_fused
 from unsloth_pack.patching.deferred_logging import is_patched, logging_of
 from unsloth_pack.training.notebooks import SFTTrainer
 
@@ -42,8 +42,11 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
             "stored" what batches hold, see `TeacherCollator`. Or another patched model, which is frozen.
 
     Raises:
-        InputError: the model has no base, or the other model has other outputs.
+        InputError: the model has no base, the other model has other outputs, or a head only computes logits.
     """
+    student = _causal_lm(model)
+    if why := why_loss_not_fused(student):
+        raise InputError(f"a distillation computes no logits of its own: {why}; change that")
     if teacher == BASE:
         if not hasattr(model, "peft_config"):
             raise InputError(
@@ -53,17 +56,18 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
             raise InputError(
                 f"teacher is 'base', and {name} of it trains; give another model, or do not train it"
             )
-        return partial(model_teacher, within=partial(base_model, _causal_lm(model)))
+        return partial(model_teacher, within=partial(base_model, student))
     if teacher == INIT_ADAPTER:
-        return partial(model_teacher, within=FrozenCopy(_causal_lm(model)).in_place)
-    if teacher == STORED:
-        return stored_teacher
+from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
+from unsloth_pack.losses.head import count_head_outputs, why_head_not_fused, why_loss_not_fused
     other = _causal_lm(teacher)
-    ours, theirs = (count_head_outputs(each) for each in (_causal_lm(model), other))
+    ours, theirs = (count_head_outputs(each) for each in (student, other))
     if ours != theirs:
         raise InputError(
             f"the teacher has {theirs} outputs, the model {ours}; take a teacher of its vocabulary"
         )
+    if why := why_head_not_fused(other):
+        raise InputError(f"the teacher's logits would take much memory: {why}; load it in another way")
     other.requires_grad_(False).eval()
     return partial(model_teacher, model=other)
 

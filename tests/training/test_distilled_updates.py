@@ -77,6 +77,20 @@ def test_the_log_is_over_all_processes(tmp_path):
     assert_parts_make_the_loss([line for line in trained if line["epoch"] % 1], 0.5)  # then a row comes again
 
 
+def test_parts_are_means_over_the_labels_of_all_processes(tmp_path):
+    trainer, metrics = notebook_trainer(tmp_path, True), {}
+    sums = torch.tensor([[[1.0, 2, 0, 1, 0], [4, 2, 2, 1, 4]], [[5, 6, 8, 3, 1], [0, 0, 0, 0, 0]]])
+    logging_of(trainer).put_metrics(trainer, metrics, sums, 40)
+    assert metrics == {
+        "sft_loss": [1.0],
+        "kl_loss": [1.0],
+        "teacher_entropy": [0.5],
+        "token_accuracy": [0.5],
+        "token_count": [10.0],
+        "num_tokens": [40],
+    }
+
+
 class Reads(TrainerCallback):
     """The functions that read a tensor in a step after the first."""
 
