@@ -58,8 +58,9 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
             )
         return partial(model_teacher, within=partial(base_model, student))
     if teacher == INIT_ADAPTER:
-from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
-from unsloth_pack.losses.head import count_head_outputs, why_head_not_fused, why_loss_not_fused
+        return partial(model_teacher, within=FrozenCopy(student).in_place)
+    if teacher == STORED:
+        return stored_teacher
     other = _causal_lm(teacher)
     ours, theirs = (count_head_outputs(each) for each in (student, other))
     if ours != theirs:
