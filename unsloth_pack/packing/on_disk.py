@@ -42,7 +42,7 @@ from unsloth_pack.packing.teacher_columns import (
     TEACHER_COLUMNS,
     PackedTeacher,
     Teacher,
-    check_teacher,
+    check_teacher_rows,
     teacher_types,
     with_teacher,
 )
@@ -194,11 +194,10 @@ def write_packs(
         raise InputError("the documents have images; say how they were prepared, in images")
     documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
     documents = documents if seed is None else documents.shuffle(seed)
-    more = 0 if teacher is None else BYTES * teacher.packed.top_k
-    plan, builder = plan_rows(documents, capacity, strategy, more_bytes_a_token=more)
-    n_rows = rows_per_shard or max(
-        1, _BYTES_A_SHARD // max((_BYTES_A_TOKEN + more) * capacity, builder.bytes_a_row)
-    )
+    of_teacher = 0 if teacher is None else BYTES * teacher.packed.top_k
+    plan, builder = plan_rows(documents, capacity, strategy, more_bytes_a_token=of_teacher)
+    bytes_a_row = max((_BYTES_A_TOKEN + of_teacher) * capacity, builder.bytes_a_row)
+    n_rows = rows_per_shard or max(1, _BYTES_A_SHARD // bytes_a_row)
     _check_tokens(documents)
     schema = _schema(images is not None, teacher is not None)
     hashes = {name: hashlib.sha256() for name in schema.names if name != "max_length"}
@@ -345,7 +344,7 @@ def _checked_lengths(
             for batch in filter(len, stream):
                 lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))
                 if manifest.teacher is not None and teach_outputs is not None:
-                    check_teacher(batch, manifest.teacher.top_k, teach_outputs, f"{path} row", row)
+                    check_teacher_rows(batch, manifest.teacher.top_k, teach_outputs, f"{path} row", row)
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy it again, or pack anew") from None

@@ -73,7 +73,7 @@ def with_teacher(rows: pa.Table, teacher: Teacher) -> pa.Table:
     return rows
 
 
-def check_teacher(batch: pa.RecordBatch, top_k: int, n_outputs: int, where: str, first_row: int) -> None:
+def check_teacher_rows(batch: pa.RecordBatch, top_k: int, n_outputs: int, where: str, first_row: int) -> None:
     """Refuse rows of a shard that do not hold k tokens of the student for each of their own."""
     n_ids = np.diff(batch["input_ids"].offsets)
     ends = [batch[name].offsets.to_numpy() for name in TEACHER_COLUMNS]

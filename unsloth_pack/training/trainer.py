@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
-from unsloth_pack.losses.distillation import DistillationLoss
+from unsloth_pack.losses.distillation import TEACHER_IDS, DistillationLoss
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
@@ -110,11 +110,11 @@ class RunTrainer(SFTTrainer):
             self.data_collator = image_rows
         elif patch is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
-        if distillation is not None:
-            self.data_collator = TeacherCollator(self.data_collator)
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         rows: Any = self.train_dataset
+        if TEACHER_IDS in rows.column_names:
+            self.data_collator = TeacherCollator(self.data_collator)
         self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
