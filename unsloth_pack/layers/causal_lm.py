@@ -176,7 +176,7 @@ class FastCausalLM(CountedParameters):
         return output
 
     def encode_once(self, call: ForwardCall) -> None:
-        """Compute what a second pass of this model over a call would compute again: frozen images."""
+        """Compute what every pass over a call computes alike: the features of images that nothing changes."""
 
     def _is_unchanged(self, call: ForwardCall) -> bool:
         """Return whether a call runs through the model around a text model unchanged, perhaps with images."""

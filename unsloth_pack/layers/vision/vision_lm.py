@@ -21,6 +21,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.layers.forward_call import DeferredCheck, ForwardCall, name_images
 from unsloth_pack.layers.vision.tower import tower_gradients
+from unsloth_pack.lora.base_model import is_always_the_same
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules import is_gathered_as_group, is_gathered_by_module
 from unsloth_pack.packed_row.describe import add_axes
@@ -298,7 +299,7 @@ class FastVisionLM(FastCausalLM):
         parts = [
             self.base_model.get_submodule(p) for p in (self.vision_spec.tower, *self.vision_spec.aligner)
         ]
-        if not any(weight.requires_grad for part in parts for weight in part.parameters()):
+        if all(map(is_always_the_same, parts)):
             call.features = encode_images(self.base_model, self.vision_spec, call.images)
 
     def _put_images_in(self, call: ForwardCall, images: Images) -> None:
