@@ -134,7 +134,7 @@ def test_what_cannot_be_classified_is_refused_in_one_line(flags, message, classi
 
 def test_texts_are_encoded_as_the_tokenizer_alone_does():
     """So they are when the model classifies: without an EOS. The class stands at the last token."""
-    tokenizer, texts = byte_tokenizer(), ["ab", "c" * 9, " ", "d", "efg"] * 300
+    tokenizer, texts = byte_tokenizer(), ["ab", "c" * 9, " ", "d", "efg"] * 204  # two batches
     classes = np.arange(len(texts), dtype=np.int32) % 7
     rows = datasets.Dataset.from_dict({"text": texts})
     found = documents_of(rows, tokenizer, max_length=6, classes=classes)
@@ -146,7 +146,7 @@ def test_texts_are_encoded_as_the_tokenizer_alone_does():
     ]
     assert found.rows.to_list() == expected
     ledger = found.ledger
-    assert (ledger.tokens_counted, ledger.rows_fully_masked, ledger.rows_truncated) == (1200, 300, 300)
+    assert (ledger.tokens_counted, ledger.rows_fully_masked, ledger.rows_truncated) == (816, 204, 204)
     chats = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(InputError, match="task classify reads a column text, and the rows are messages"):
         documents_of(chats, tokenizer, max_length=6, classes=classes[:1])
