@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from test_graph import graphs_of, lengths_of
 from test_unpadding import ARCHITECTURES, PAD, find_batch, gradients, sequence_classifier
 from tiers import COVER
-from tiny import DEVICE, exactly, random_documents, tiny_config
+from tiny import DEVICE, error, exactly, random_documents, tiny_config
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -152,6 +154,37 @@ def test_a_captured_decoder_answers_too(monkeypatch):
     out = model(**packed(documents), labels=TARGETS["single_label_classification"].to(DEVICE))
     assert len(replayed) == 1
     assert torch.equal(out.logits, expected)
+
+
+@pytest.mark.gpu
+def test_captured_steps_train_as_uncaptured_ones():
+    models = []
+    for why_never in (None, "for comparison"):
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        config = LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
+        base = classifier("qwen3").to(torch.bfloat16)
+        model = get_peft_model(base, config, autocast_adapter_dtype=False)
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
+        patch_model(model, "flash")
+        graphs_of(model).why_never = why_never
+        models.append(model)
+    for step in range(10):
+        documents = random_documents(lengths_of(step), seed=step)
+        labels = torch.arange(len(documents), device=DEVICE) % N_LABELS
+        losses = []
+        for model in models:
+            model.zero_grad()
+            losses.append(model(**packed(documents), labels=labels).loss)
+            losses[-1].backward()
+        assert abs(float(losses[0] - losses[1])) < 0.02
+        ours, theirs = map(gradients, models)
+        assert ours.keys() == theirs.keys()
+        for name, grad in theirs.items():
+            assert error(ours[name].double(), grad.double()) < 0.05, name
+    assert str(graphs_of(models[0])).startswith("captured for")
 
 
 def test_trainer_over_packed_rows_takes_the_mean_over_the_documents_of_an_update(tmp_path):
