@@ -77,7 +77,6 @@ class DataOptions(Section):
     max_token_loss: t.NotNegative = 0.01
     num_proc: t.Count | None = None
     train_on_responses_only: bool = False
-
     task: Literal["classify"] | None = None
     label_column: str | None = None
 

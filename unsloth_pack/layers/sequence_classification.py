@@ -47,8 +47,8 @@ class FastSequenceClassification(nn.Module):
     ) -> Any:
         """Answer every document of a packed row, or every row of a batch, at its last token.
 
-        Of the tokens that are `pad_token_id` the last is not read, as in transformers: where a text ends with
-        its EOS and that pads too, the answer is read before it.
+        As in transformers, that is the last one that is not `pad_token_id`: where a text ends with its EOS
+        and that pads too, the answer is read before it.
 
         Args:
             input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
@@ -76,7 +76,7 @@ class FastSequenceClassification(nn.Module):
             # A mask may also come ready for attention
             is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
             if pad_token_id is not None and input_ids is not None and is_per_token:
-                # No answer may be read from masked padding
+                # So that no answer is read from masked padding
                 inputs["input_ids"] = input_ids.masked_fill(attention_mask == 0, pad_token_id)
             return super().forward(**inputs, labels=labels, **kwargs)
         labels = _by_document(row, labels, self.num_labels)
@@ -102,8 +102,10 @@ class FastSequenceClassification(nn.Module):
 def _by_document(row: PackedRow, labels: Tensor | None, n_labels: int) -> Tensor | None:
     """Return labels as `[D]` or `[D, L]`; a collator may have put a dimension for the one row in front."""
     n_documents = len(row.last_tokens)
-    if labels is None or labels.numel() == n_documents:
-        return labels if labels is None else labels.reshape(n_documents)
+    if labels is None:
+        return None
+    if labels.numel() == n_documents:
+        return labels.reshape(n_documents)
     if labels.numel() == n_documents * n_labels:
         return labels.reshape(n_documents, n_labels)
     raise InputError(
