@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -13,7 +14,7 @@ from warm import two_ranks
 
 from unsloth_pack import patch_model
 from unsloth_pack.losses.distillation import DistillationLoss
-from unsloth_pack.training.distill import make_teacher
+from unsloth_pack.training.distill import Distillation, make_teacher
 from unsloth_pack.training.trainer import make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
@@ -61,9 +62,12 @@ def model(arch="qwen3"):
 def run_trainer(folder, packed, *callbacks, arch="qwen3", kl_weight=None, **options):
     """The trainer of a run; with a `kl_weight` the base is a teacher."""
     arguments, trained = config(folder, packed, **options), model(arch)
-    loss = None if kl_weight is None else DistillationLoss(make_teacher(trained), kl_weight=kl_weight)
+    objective = None
+    if kl_weight is not None:
+        loss = DistillationLoss(make_teacher(trained), kl_weight=kl_weight)
+        objective = partial(Distillation, loss=loss)
     given = (trained, byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [*callbacks])
-    return make_trainer(*given, distillation=loss)
+    return make_trainer(*given, objective=objective)
 
 
 def sft_trainer(folder, packed, *callbacks, trained=None, kind=SFTTrainer, peft_config=None, **options):

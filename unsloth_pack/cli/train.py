@@ -69,7 +69,7 @@ def _run(o: TrainOptions) -> int:
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
-    from unsloth_pack.run.distill import build_loss, check_teacher
+    from unsloth_pack.run.distill import build_distillation, check_teacher
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
     from unsloth_pack.run.trainer import build_config, build_trainer
@@ -101,7 +101,7 @@ def _run(o: TrainOptions) -> int:
         folder=folder,
         is_resumed=o.output.resume,
     )
-    loss = build_loss(o.distill, o.model, model) if distills else None
+    objective = build_distillation(o.distill, o.model, model) if distills else None
     is_sharded = o.training.fsdp is not None or o.training.deepspeed is not None
     demo = o.model.model_name if o.is_demo and not is_sharded else None
     score_before = score_demo(demo, model, tokenizer.tokenizer, data.images)
@@ -113,7 +113,7 @@ def _run(o: TrainOptions) -> int:
         *(model, tokenizer.tokenizer, config, data, o.training, o.images),
         o.output.save_delay_steps or 0,
         [metrics, stop],
-        loss,
+        objective,
     )
     report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype)
     if checkpoint is None:

@@ -25,7 +25,8 @@ class StepInputs:
     labelled: LabelledHead
 
     def run(self, model: Any) -> tuple[LabelledHead, Tensor]:
-        """Run a patched model on them without gradients and dropout: its head, and hidden states `[B, T, C]`.
+        """Run a patched model on them without gradients and dropout: its head, and hidden states
+        `[B, T, C]` that predict the token behind each.
 
         It may be the model that trains, inside a context that changes its weights. Images that nothing
         trained encodes are then encoded once.
@@ -42,7 +43,8 @@ class StepInputs:
         call = replace(self.call, inputs=inputs, rest=dict(self.call.rest))
         with torch.no_grad(), evaluation_mode(model):
             head = read_head(model)
-            return self.labelled.with_head(head), model.run_decoder(call).last_hidden_state
+            hidden_BTC = call.before_next_token(model.run_decoder(call).last_hidden_state)
+            return self.labelled.with_head(head), hidden_BTC
 
     def take(self, name: str) -> Tensor | None:
         """Take an argument out of the model's call."""

@@ -1,5 +1,7 @@
-"""The loss of a run whose objective is distill, and its teacher."""
+"""The objective distill of a run, and its teacher."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +13,7 @@ from unsloth_pack.config.options import OWN_TEACHERS, DistillOptions, ModelOptio
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.run.documents import load_tokenizer
-from unsloth_pack.training.distill import make_teacher
+from unsloth_pack.training.distill import Distillation, make_teacher
 
 
 def check_teacher(distill: DistillOptions, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -27,10 +29,12 @@ def check_teacher(distill: DistillOptions, tokenizer: PreTrainedTokenizerBase) -
         )
 
 
-def build_loss(distill: DistillOptions, options: ModelOptions, model: Any) -> DistillationLoss:
-    """Make the loss of a model that is ready to train; loads a teacher that is another model."""
+def build_distillation(
+    distill: DistillOptions, options: ModelOptions, model: Any
+) -> Callable[[Any], Distillation]:
+    """Make the objective of a model that is ready to train; loads a teacher that is another model."""
     teacher: Any = distill.teacher
     if teacher not in OWN_TEACHERS:
         teacher, _ = FastLanguageModel.from_pretrained(**flat(options) | {"model_name": teacher})
     weights = distill.model_dump(exclude={"teacher"})
-    return DistillationLoss(make_teacher(model, teacher), **weights)
+    return partial(Distillation, loss=DistillationLoss(make_teacher(model, teacher), **weights))

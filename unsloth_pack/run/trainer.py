@@ -1,6 +1,6 @@
 """The trainer of a run, and its configuration from the options."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,12 @@ from trl import SFTConfig
 
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import DataOptions, ImageOptions, OutputOptions, TrainingOptions
-from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.run.data import TrainingData
 from unsloth_pack.run.optimizer import arguments_of, check_optimizer, rates_of
 from unsloth_pack.run.sharding import sharding_arguments
 from unsloth_pack.training.checkpoints import EarlyStopping
 from unsloth_pack.training.classification import ClassificationTrainer
+from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.trainer import RunTrainer, make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
@@ -73,9 +73,9 @@ def build_trainer(
     images: ImageOptions,
     save_delay_steps: int,
     callbacks: Sequence[TrainerCallback],
-    distillation: DistillationLoss | None = None,
+    objective: Callable[[Any], Objective] | None = None,
 ) -> RunTrainer:
-    """Make the trainer of a run; `distillation` is its loss, in place of cross-entropy."""
+    """Make the trainer of a run; `objective` computes its loss, in place of cross-entropy."""
     own: list[TrainerCallback] = []
     if training.early_stopping_patience:
         own.append(EarlyStopping(training.early_stopping_patience))
@@ -92,7 +92,7 @@ def build_trainer(
         optimizer_in_backward=training.optimizer_in_backward,
         masters_on_host=training.masters_on_host,
         image_rows=data.images.collator() if data.images else None,
-        distillation=distillation,
+        objective=objective,
     )
     trainer.nonfinite_updates.on_nonfinite = training.on_nonfinite
     return trainer

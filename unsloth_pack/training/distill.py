@@ -10,21 +10,21 @@ Logged beside the loss, in nats a token, over all processes: `sft_loss`, `kl_los
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.arguments import Divergence
-from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
 from unsloth_pack.losses.head import count_head_outputs, why_head_not_fused, why_loss_not_fused
-from unsloth_pack.patching.deferred_logging import is_patched, logging_of
+from unsloth_pack.training.document_losses import DocumentLosses
 from unsloth_pack.training.notebooks import SFTTrainer
+from unsloth_pack.training.objective import Objective, causal_lm
 
 BASE, INIT_ADAPTER, STORED = "base", "init_adapter", "stored"
 PARTS = ("sft_loss", "kl_loss", "teacher_entropy", "token_accuracy")
@@ -44,7 +44,7 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
     Raises:
         InputError: the model has no base, the other model has other outputs, or a head only computes logits.
     """
-    student = _causal_lm(model)
+    student = causal_lm(model)
     if why := why_loss_not_fused(student):
         raise InputError(f"a distillation computes no logits of its own: {why}; change that")
     if teacher == BASE:
@@ -61,7 +61,7 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
         return partial(model_teacher, within=FrozenCopy(student).in_place)
     if teacher == STORED:
         return stored_teacher
-    other = _causal_lm(teacher)
+    other = causal_lm(teacher)
     ours, theirs = (count_head_outputs(each) for each in (student, other))
     if ours != theirs:
         raise InputError(
@@ -73,47 +73,13 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
     return partial(model_teacher, model=other)
 
 
-def _causal_lm(model: Any) -> FastCausalLM:
-    if not is_patched(model):
-        raise InputError(f"a {type(model).__name__} is not patched; load it with FastLanguageModel")
-    base: FastCausalLM = model.get_base_model() if hasattr(model, "peft_config") else model
-    return base
-
-
-class Distillation:
-    """The objective of a trainer: computes the loss of its batches, and logs the parts."""
+class Distillation(Objective):
+    """The objective of learning from a teacher: means over labels."""
 
     def __init__(self, trainer: Any, loss: DistillationLoss):
+        super().__init__(trainer, loss)
         self.loss = loss
-        self._model = _causal_lm(trainer.model)
-        self._trainer = trainer
         self._divergences: deque[float] = deque(maxlen=_N_LINES)  # of the last lines
-        self._evaluated = torch.zeros(1)  # sums over the batches of an evaluation
-        logging_of(trainer).put_metrics = self._put_metrics
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
-    ) -> tuple[Tensor, Any]:
-        """Compute the loss of a micro-batch over `num_items` labels or its own; return the output too."""
-        trainer = self._trainer
-        options = {}
-        if num_items is not None:
-            options["num_items_in_batch"] = torch.as_tensor(num_items).clamp(min=1)  # as TRL
-        before, self._model.training_loss = self._model.training_loss, self.loss
-        try:
-            outputs = model(**inputs | {"use_cache": False}, **options)
-        finally:
-            self._model.training_loss = before
-        loss = outputs.loss
-        if num_items is not None and trainer.args.average_tokens_across_devices:
-            loss = loss * trainer.accelerator.num_processes
-        counted, parts = self.scores()
-        sums = [counted.sum(), *(part.sum() for part in parts.values())]
-        if model.training:
-            logging_of(trainer).add_sums(trainer, sums, inputs)
-        elif not logging_of(trainer).is_of_run:
-            self._add_evaluated(torch.stack([x.double() for x in sums]))
-        return loss, outputs
 
     def scores(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return `[B, T]` of the last micro-batch: whether a token predicts a label, and parts by name."""
@@ -123,19 +89,26 @@ class Distillation:
         parts = (scores.cross_entropy, scores.divergence, scores.teacher_entropy, scores.is_top1)
         return counted, dict(zip(PARTS, parts, strict=True))
 
-    def document_scores(self, _: object) -> dict[str, Tensor]:
+    def sums(self) -> list[Tensor]:
+        counted, parts = self.scores()
+        return [counted.sum(), *(part.sum() for part in parts.values())]
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        n_labels, *parts = sums
+        means = {name: part / max(n_labels, 1) for name, part in zip(PARTS, parts, strict=True)}
+        return means | {"token_count": n_labels}
+
+    def losses_of_evaluation(self) -> DocumentLosses:
+        return DocumentLosses(self._document_scores)
+
+    def _document_scores(self, _: object) -> dict[str, Tensor]:
         """Return `[B, T - 1]` by name, for `DocumentLosses`."""
         counted, parts = self.scores()
         loss = self.loss.ce_weight * parts["sft_loss"] + self.loss.kl_weight * parts["kl_loss"]
         return {name: x[:, :-1] for name, x in {"counted": counted, "loss": loss, **parts}.items()}
 
-    def _put_metrics(
-        self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int
-    ) -> None:
-        """Append the means of `[processes, micro-batches, 1 + parts]`, over labels, to TRL's metrics."""
-        metrics |= _means(sums.sum(dim=(0, 1)))
-        trainer._total_train_tokens += n_tokens
-        metrics["num_tokens"] = [trainer._total_train_tokens]
+    def put_metrics(self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
+        super().put_metrics(trainer, metrics, sums, n_tokens)
         if trainer.is_world_process_zero():
             self._watch(metrics["kl_loss"][0])
 
@@ -151,19 +124,6 @@ class Distillation:
                 *(divergence, step, max(before), _N_LINES),
             )
         before.append(divergence)
-
-    def _add_evaluated(self, sums: Tensor) -> None:
-        """Add the sums of a batch of an evaluation, and put the means where TRL's `log` looks for them."""
-        metrics = self._trainer._metrics["eval"]
-        gathered = self._trainer.accelerator.gather_for_metrics(sums[None]).sum(0)
-        self._evaluated = gathered + (self._evaluated if metrics else 0)
-        metrics |= _means(self._evaluated)
-
-
-def _means(sums: Tensor) -> dict[str, list[float]]:
-    n_labels, *parts = sums.tolist()
-    means = {name: [part / max(n_labels, 1)] for name, part in zip(PARTS, parts, strict=True)}
-    return means | {"token_count": [n_labels]}
 
 
 class DistillTrainer(SFTTrainer):

@@ -1,6 +1,6 @@
 """TRL's trainer as a run uses it. Its configuration is in `trl_setup.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,16 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
-from unsloth_pack.losses.distillation import TEACHER_IDS, DistillationLoss
+from unsloth_pack.losses.distillation import TEACHER_IDS
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
-from unsloth_pack.training.distill import Distillation
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
 from unsloth_pack.training.document_losses import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
+from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
 from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
 from unsloth_pack.training.streaming import RowStream, loader_of
@@ -94,7 +94,7 @@ class RunTrainer(SFTTrainer):
         image_rows: ImageRowCollator | None = None,  # the collator, if rows have images
         optimizer_in_backward: bool = False,  # apply each gradient in the backward pass that makes it
         masters_on_host: bool = False,  # keep float32 weights and the optimizer's state on the host
-        distillation: DistillationLoss | None = None,  # the loss, in place of TRL's
+        objective: Callable[[Any], Objective] | None = None,  # of this trainer; None for TRL's loss
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
@@ -122,7 +122,7 @@ class RunTrainer(SFTTrainer):
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
         self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
-        self.distillation = None if distillation is None else Distillation(self, distillation)
+        self.objective: Objective | None = None if objective is None else objective(self)
 
     # For a run
 
@@ -247,6 +247,8 @@ class RunTrainer(SFTTrainer):
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         batches, counted = super().get_batch_samples(*args, **kwargs)
         self.counts.add(batches, counted, self.accelerator)
+        if self.objective is not None:
+            counted = self.objective.begin_update(batches, counted)
         return batches, counted
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -263,8 +265,8 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.distillation is not None:
-            loss, _ = self.distillation.compute_loss(model, inputs, kwargs.get("num_items_in_batch"))
+        if self.objective is not None:
+            loss, _ = self.objective.compute_loss(model, inputs, kwargs.get("num_items_in_batch"))
         else:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._in_backward is not None and model.training:
@@ -301,9 +303,7 @@ class RunTrainer(SFTTrainer):
 
     def losses_of_evaluation(self) -> DocumentLosses:
         """Return what records the losses of one evaluation."""
-        if self.distillation is None:
-            return DocumentLosses()
-        return DocumentLosses(self.distillation.document_scores)
+        return DocumentLosses() if self.objective is None else self.objective.losses_of_evaluation()
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()
