@@ -178,18 +178,6 @@ class PackedRow:
         return self.upload(np.array(self.parent, dtype=np.int32))
 
     @cached_property
-    def subtree_end(self) -> np.ndarray:
-        """Return `[segments]` int64 on the host: where the tokens of a segment and its descendants end.
-
-        Query i sees key j if `j <= i < subtree_end` of the segment of j, but for a window.
-        """
-        ends = np.cumsum(self.lengths)
-        for segment, parent in reversed([*enumerate(self.parent or ())]):
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[segment])
-        return ends
-
-    @cached_property
     def predictors(self) -> np.ndarray:
         """Return `[N]` int64 on the host: whose output predicts the token behind each token of the row.
 

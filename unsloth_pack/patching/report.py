@@ -135,8 +135,9 @@ def report_changes(report: PatchReport, model: PreTrainedModel, unpadding: Unpad
     padded = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
     report.record("padding", fused, why or padded)
     why = why or unpadding.why_no_sharing
-    saved = f"{unpadding.shared_tokens:,} of {unpadding.tokens:,} tokens saved so far"
-    fused = f"computed once for rows of a batch that begin alike, {saved}"
+    fused = "computed once for rows of a batch that begin alike"
+    if unpadding.tokens:
+        fused += f", {unpadding.shared_tokens:,} of {unpadding.tokens:,} tokens saved so far"
     unshared = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.unshared.items())
     report.record("prefixes", None if why else fused, why or unshared)
 
