@@ -127,7 +127,7 @@ def test_xformers_is_told_the_keys_of_every_branch(options, monkeypatch):
         def from_seqlens(cls, q_seqlen, kv_seqlen, device):
             return cls(q_seqlen, kv_seqlen)
 
-        def make_local_attention(self, window):
+        def make_local_attention_from_bottomright(self, window):
             return Mask(self.lengths, self.key_lengths, window)
 
     def memory_efficient_attention(q, k, v, attn_bias, p, scale):

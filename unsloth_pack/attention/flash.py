@@ -231,9 +231,13 @@ def _block_diagonal_mask(row: PackedRow, options: AttentionOptions, keys: Packed
         BlockDiagonalMask,
     )
 
-    kind = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask
-    lengths = [list(row.lengths)]
     if keys is not None:
-        kind, lengths = BlockDiagonalCausalFromBottomRightMask, [*lengths, list(keys.lengths)]
+        kind, lengths = BlockDiagonalCausalFromBottomRightMask, [list(row.lengths), list(keys.lengths)]
+    else:
+        kind, lengths = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask, [list(row.lengths)]
     mask = kind.from_seqlens(*lengths, device=row.device)
-    return mask if options.window is None else mask.make_local_attention(options.window)
+    if options.window is None:
+        return mask
+    if keys is not None:  # the other method aligns the first query with the first key
+        return mask.make_local_attention_from_bottomright(options.window)
+    return mask.make_local_attention(options.window)
