@@ -82,7 +82,7 @@ class Encoder:
 
     def __call__(self, batch: Columns, numbers: range) -> Encoded:
         """The documents of a batch; `numbers` are those of its rows, by which errors name them."""
-        rows, starts, marks, rerendered = self._encode(batch, numbers)
+        rows, starts, marks, rerendered = self.encode(batch, numbers)
         read = _lengths(rows)
         if read.max(initial=0) > self.max_length:
             rows = [row[: self.max_length] for row in rows]
@@ -101,7 +101,8 @@ class Encoder:
         labels = np.where(is_masked, np.int32(IGNORE_INDEX), ids)
         return Encoded(ids, labels, read, kept, masked, kept - masked - begins_counting, rerendered)
 
-    def _encode(self, batch: Columns, numbers: range) -> Parts:
+    def encode(self, batch: Columns, numbers: range) -> Parts:
+        """Encode a batch without cutting its rows."""
         nowhere = np.zeros(len(numbers), np.int64)
         if "text" in batch:
             # Nothing is learned from a blank text, so that its row is dropped and counted
@@ -119,7 +120,7 @@ class Encoder:
         else:
             prompts = self._plain(batch["prompt"])
             ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
-        starts = np.fromiter(map(_common_prefix, prompts, ids), np.int64, len(ids))
+        starts = np.fromiter(map(common_prefix, prompts, ids), np.int64, len(ids))
         return ids, starts, marks, starts < _lengths(prompts)
 
     def _ended(self, text: str) -> str:
@@ -339,7 +340,8 @@ def _convert_arguments(number: int, arguments: object, to_objects: bool | None) 
     fail(number, "tool_calls", "arguments that are no JSON object", arguments, "correct or remove the row")
 
 
-def _common_prefix(some: list[int], others: list[int]) -> int:
+def common_prefix(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """Count the leading items that two sequences share."""
     if others[: len(some)] == some:
         return len(some)
     pairs = enumerate(zip(some, others, strict=False))

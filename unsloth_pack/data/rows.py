@@ -239,6 +239,11 @@ def json_text(index: int, column: str, value: object) -> str:
         fail(index, column, f"a value that JSON does not have ({error})", value, "write it as a string")
 
 
+# The column of documents and of packed rows that says to which part of a preference each token belongs.
+
+PARTS = "parts"
+PROMPT, CHOSEN, REJECTED, MISMATCHED = range(4)  # the last is an answer to another prompt, for KTO
+
 # The column of documents and of packed rows that holds their images, as Arrow has it.
 
 IMAGES = "images"  # a list of objects, one for each image

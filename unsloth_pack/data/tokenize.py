@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
@@ -34,7 +34,7 @@ from unsloth_pack.data.cache import (
 )
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, LabelEncoder
 from unsloth_pack.data.formats import Conversion, DataFormat
-from unsloth_pack.data.rows import IMAGES, update_with_images
+from unsloth_pack.data.rows import IMAGES, PARTS, update_with_images
 from unsloth_pack.data.token_counts import FILES, SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError
 
@@ -48,6 +48,7 @@ __all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenizer_
 # A tokenizer holds about a hundred bytes for each token of a batch
 _ROWS_A_BATCH, _BYTES_A_BATCH = 1000, 1 << 20
 _HASHED = 1000  # rows at a time
+_HASHED_COLUMNS = ("input_ids", "labels", PARTS)
 
 
 @dataclass(frozen=True)
@@ -233,40 +234,40 @@ def check_counted(ledger: TokenLedger, max_length: int) -> None:
         )
 
 
-def document_schema() -> pa.Schema:
-    """The types of tokenised rows."""
+def document_schema(*more: str) -> pa.Schema:
+    """The types of tokenised rows, with more columns of one whole number a token."""
     import pyarrow as pa
 
-    tokens = pa.list_(pa.int32())
-    return pa.schema({"input_ids": tokens, "labels": tokens})
+    return pa.schema(dict.fromkeys(("input_ids", "labels", *more), pa.list_(pa.int32())))
 
 
-def table_of(encoded: Encoded) -> pa.Table:
-    """The documents in which a label counts."""
+def table_of(encoded: Encoded, more: Mapping[str, np.ndarray] | None = None) -> pa.Table:
+    """The documents in which a label counts; `more` are further columns, `[tokens]` int32."""
     import pyarrow as pa
 
     stays = encoded.counted > 0
-    ids, labels, lengths = encoded.ids, encoded.labels, encoded.kept
+    numbers, lengths = {"input_ids": encoded.ids, "labels": encoded.labels, **(more or {})}, encoded.kept
     if not stays.all():
         of_tokens = np.repeat(stays, lengths)
-        ids, labels, lengths = ids[of_tokens], labels[of_tokens], lengths[stays]
+        numbers, lengths = {name: x[of_tokens] for name, x in numbers.items()}, lengths[stays]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    columns = [pa.ListArray.from_arrays(offsets, pa.array(tokens)) for tokens in (ids, labels)]
-    return pa.Table.from_arrays(columns, schema=document_schema())
+    columns = [pa.ListArray.from_arrays(offsets, pa.array(tokens)) for tokens in numbers.values()]
+    return pa.Table.from_arrays(columns, schema=document_schema(*(more or {})))
 
 
 class RowHashes:
     """SHA-256 of rows that come in one batch after another: of their lengths and values, column by column."""
 
     def __init__(self) -> None:
-        self._hashes = [hashlib.sha256() for _ in range(4)]
+        self._hashes: list[Any] = []
         self._of_images = hashlib.sha256()
         self._has_images = False
 
     def update(self, table: pa.Table | pa.RecordBatch) -> None:
-        columns = [table[name] for name in ("input_ids", "labels")]
+        columns = [table[name] for name in _HASHED_COLUMNS if name in table.schema.names]
         arrays = [column.combine_chunks() if hasattr(column, "chunks") else column for column in columns]
         parts = [part for array in arrays for part in (array.value_lengths(), array.flatten())]
+        self._hashes = self._hashes or [hashlib.sha256() for _ in parts]
         for one, part in zip(self._hashes, parts, strict=True):
             one.update(part.to_numpy())
         if IMAGES in table.schema.names:
@@ -281,7 +282,7 @@ class RowHashes:
 def rows_hash(rows: datasets.Dataset) -> str:
     """Hash rows in their order, with SHA-256: every id, label and image, and where each row ends."""
     hashes = RowHashes()
-    columns = [name for name in ("input_ids", "labels", IMAGES) if name in rows.column_names]
+    columns = [name for name in (*_HASHED_COLUMNS, IMAGES) if name in rows.column_names]
     for table in scan(rows, columns, _HASHED):
         hashes.update(table)
     return hashes.hexdigest()

@@ -1,0 +1,148 @@
+"""DPO, KTO and ORPO on packed rows against TRL's trainers over the untouched model, in float64.
+
+TRL's head computes in float32 there, so that log-probabilities differ by its rounding.
+"""
+
+import copy
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+from datasets import Dataset
+from model_folder import byte_tokenizer, save_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trainer_runs import fill_adapter, text
+
+from unsloth_pack import patch_model
+from unsloth_pack.data.preferences import preferences_of
+from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss
+from unsloth_pack.packing import pack_dataset
+from unsloth_pack.training.preferences import Preferences, make_reference
+from unsloth_pack.training.trainer import make_trainer
+from unsloth_pack.training.trl_setup import sft_config
+
+SIZES = [(5, 30, 9), (12, 3, 4), (2, 9, 40), (20, 21, 20), (3, 2, 1), (7, 50, 8), (4, 11, 12), (30, 28, 3)]
+PAIRS = [
+    {"prompt": text(p, i), "chosen": text(c, 3 * i + 1), "rejected": text(r, 5 * i + 2)}
+    for i, (p, c, r) in enumerate(SIZES)
+]
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 != 1} for i, row in enumerate(PAIRS)
+]
+# An update of all rows: rows of as many tokens, or None for documents alone; and documents or rows a step
+SPLITS = {"one row": (1024, 1), "rows of 128": (128, 1), "documents": (None, 3), "one batch": (None, 8)}
+KINDS = {
+    "sigmoid": ("trl", "DPO", DpoLoss, {"loss_type": "sigmoid", "beta": 0.3}),
+    "hinge": ("trl", "DPO", DpoLoss, {"loss_type": "hinge"}),
+    "ipo": ("trl", "DPO", DpoLoss, {"loss_type": "ipo", "beta": 0.4}),
+    "robust": ("trl", "DPO", DpoLoss, {"loss_type": "robust", "label_smoothing": 0.2}),
+    "kto": ("trl", "KTO", KtoLoss, {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.7}),
+    "orpo": ("trl.experimental.orpo", "ORPO", OrpoLoss, {"beta": 0.2}),
+}
+METRICS = ("rewards/", "logps/", "kl", "nll_loss", "log_odds")
+BOUND = 2e-5
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """An untouched model without an adapter."""
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def adapted(plain):
+    model = get_peft_model(copy.deepcopy(plain), lora(), autocast_adapter_dtype=False).double()
+    fill_adapter(model)
+    return model
+
+
+def of_trl(kind, plain, folder):
+    """Loss, metrics and gradients of TRL's trainer on one batch of all rows."""
+    home, name, _, options = KINDS[kind]
+    home, rows = import_module(home), LABELLED if name == "KTO" else PAIRS
+    config = getattr(home, f"{name}Config")(
+        output_dir=str(folder), per_device_train_batch_size=len(rows), report_to="none", bf16=False,
+        gradient_checkpointing=False, use_cpu=True, disable_tqdm=True, max_length=256, **options,
+    )  # fmt: skip
+    trainer = getattr(home, f"{name}Trainer")(
+        model=copy.deepcopy(plain), args=config, train_dataset=Dataset.from_list(rows),
+        processing_class=byte_tokenizer(), peft_config=lora(),
+    )  # fmt: skip
+    model = trainer.model.double().train()
+    fill_adapter(model)
+    loss = trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    metrics = {
+        name: values[0]
+        for name, values in getattr(
+            trainer, "_stored_metrics", trainer._metrics if hasattr(trainer, "_metrics") else None
+        )["train"].items()
+    }
+    return loss.item(), metrics, gradients_of(model)
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Gradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        if state.global_step == 0:
+            self.first = gradients_of(model)
+
+
+def documents(objective, rows, max_length=256):
+    given = {"max_length": max_length, "objective": objective}
+    return preferences_of(Dataset.from_list(rows), byte_tokenizer(), **given).rows
+
+
+def trainer_of(kind, plain, folder, capacity=None, batch=8, copies=False, **options):
+    """Our trainer, one of whose updates has all rows."""
+    _, name, loss, values = KINDS[kind]
+    rows = documents(name.lower(), LABELLED if name == "KTO" else PAIRS)
+    rows = rows if capacity is None else pack_dataset(rows, capacity)
+    model = adapted(plain)
+    patch_model(model)
+    steps = -(-len(rows) // batch)
+    config = sft_config(
+        str(folder), padding_free=True, dtype=torch.float32, max_steps=2, report_to="none", optim="sgd",
+        per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_grad_norm=0.0,
+        gradient_accumulation_steps=steps, logging_steps=1, save_strategy="no", learning_rate=1e-2, **options,
+    )  # fmt: skip
+    reference = None if loss is OrpoLoss else make_reference(model, copies)
+    objective = partial(Preferences, loss=loss(reference=reference, **values))
+    watch = Gradients()
+    trainer = make_trainer(model, byte_tokenizer(), config, rows, rows, [watch], objective=objective)
+    return trainer, watch
+
+
+def ours(*args, **options):
+    trainer, watch = trainer_of(*args, **options)
+    trainer.train()
+    first = next(line for line in trainer.state.log_history if "loss" in line)
+    return first["loss"], first, watch.first
+
+
+def assert_equal(got, expected):
+    loss, metrics, gradients = expected
+    assert got[0] == pytest.approx(loss, rel=BOUND)
+    compared = [name for name in metrics if name.startswith(METRICS)]
+    assert len(compared) >= 6
+    for name in compared:
+        assert got[1][name] == pytest.approx(metrics[name], rel=BOUND, abs=BOUND), name
+    assert got[2].keys() == gradients.keys()
+    for name, truth in gradients.items():
+        assert (got[2][name] - truth).norm() <= BOUND * truth.norm(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_trls_trainer_however_documents_share_rows(kind, plain, tmp_path):
+    expected = of_trl(kind, plain, tmp_path)
+    for capacity, batch in SPLITS.values():
+        assert_equal(ours(kind, plain, tmp_path, capacity, batch), expected)

@@ -1,0 +1,212 @@
+"""Turns answers that somebody prefers or rejects into documents: a prompt with its answers.
+
+- objective dpo or orpo: `chosen` and `rejected`, with `prompt` (or `instruction`, `input`) or as two whole
+  conversations or texts, which then begin with the same prompt;
+- objective kto: `prompt`, `completion` and a `label`, true or false. A document also gets the completion of
+  another, as far as it fits: for KTO's KL term.
+
+Ids are the ones that TRL's trainers make. An answer begins where the tokens of prompt and answer together
+differ from those of the prompt, or of the other answer's prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, common_prefix
+from unsloth_pack.data.formats import Conversion, DataFormat
+from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED, Row, fail, offer
+from unsloth_pack.data.token_counts import SpanCounts
+from unsloth_pack.data.tokenize import (
+    Documents,
+    SpanMaker,
+    document_schema,
+    key_of_tokenizer,
+    made_by,
+    table_of,
+)
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+PREFERENCES = ("dpo", "orpo", "kto")  # objectives
+_PAIR = ("chosen", "rejected")
+_REMEDY = "correct or remove the row"
+
+
+def preferences_of(
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    objective: str,
+    num_proc: int | None = None,
+) -> Documents:
+    """Token ids, labels and parts of every row, see `PreferenceMaker`; as `documents_of`."""
+    make = PreferenceMaker(dataset, tokenizer, max_length, objective)
+    unused = make.conversions[0].unused_columns(str(tokenizer.chat_template or ""))
+    return replace(made_by(make, num_proc), unused_columns=unused)
+
+
+class PreferenceMaker(SpanMaker):
+    """Makes documents of the rows of a data set for an objective, one of `PREFERENCES`.
+
+    Raises:
+        InputError: the columns are not those of the objective, or a row has equal or empty answers, no label,
+            or more tokens than `max_length`.
+    """
+
+    def __init__(
+        self, dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, objective: str
+    ):
+        self._columns = ("completion",) if objective == "kto" else _PAIR
+        self._labels = None
+        if objective == "kto":
+            self._labels, dataset = _labels_of(dataset)
+        else:
+            dataset = _with_prompts(dataset)
+        super().__init__(dataset, max_length, document_schema(PARTS))
+        self._objective, self._tokenizer = objective, tokenizer
+        self.conversions = [self._conversion(name) for name in self._columns]
+        first = self.conversions[0]
+        self._encode = Encoder(
+            tokenizer,
+            first.columns,
+            first.holds_turns,
+            max_length=max_length,
+            responses_only=False,
+            chat_template=None,
+        )
+
+    def _conversion(self, answer: str) -> Conversion:
+        """Convert the rows as those of a prompt and this answer alone."""
+        to = "output" if "instruction" in self.dataset.column_names else "completion"
+        rows = self.dataset.remove_columns([name for name in self._columns if name != answer])
+        rows = rows if answer == to else rows.rename_column(answer, to)
+        conversion = Conversion(rows, chat_template=bool(self._tokenizer.chat_template))
+        if conversion.data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.ALPACA):
+            raise InputError(f"column {answer!r} comes without a prompt; give columns prompt and {answer}")
+        return conversion
+
+    def key(self, num_proc: int | None) -> list[Any] | None:
+        of_tokenizer = key_of_tokenizer(self._tokenizer)
+        if of_tokenizer is None:
+            return None
+        labels = None if self._labels is None else hashlib.sha256(self._labels.tobytes()).hexdigest()
+        keys = [conversion.key for conversion in self.conversions]
+        return [self.of_data, self._objective, keys, of_tokenizer, self.max_length, labels]
+
+    def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
+        size = self.batch_size
+        rows = [self._rows(number, first, end) for number in range(len(self._columns))]
+        for start in range(first, end, size):
+            numbers = range(start, min(start + size, end))
+            answers = [self._ids(list(islice(each, size)), numbers) for each in rows]
+            if self._labels is None:
+                documents = [self._pair(*each) for each in zip(numbers, *answers, strict=True)]
+            else:
+                documents = self._labelled(numbers, answers[0])
+            encoded, parts = _encoded(documents)
+            yield SpanCounts.of(encoded), table_of(encoded, {PARTS: parts})
+
+    def _rows(self, number: int, first: int, end: int) -> Iterator[Row]:
+        """Convert rows with one of the answers; errors name its column."""
+        try:
+            yield from self.conversions[number].rows(first, end, self.batch_size)
+        except InputError as error:
+            named = f"column {self._columns[number]!r}"
+            message = str(error).replace("column 'completion'", named).replace("column 'output'", named)
+            raise InputError(message) from None
+
+    def _ids(self, rows: list[Row], numbers: range) -> list[tuple[list[int], int]]:
+        """Return the ids of every prompt with its answer, and where the answer begins."""
+        batch = {name: [row[name] for row in rows] for name in rows[0]}
+        ids, starts, _, _ = self._encode.encode(batch, numbers)
+        return list(zip(ids, starts.tolist(), strict=True))
+
+    def _pair(
+        self, number: int, chosen: tuple[list[int], int], rejected: tuple[list[int], int]
+    ) -> list[list[int]]:
+        if chosen[0] == rejected[0]:
+            raise InputError(f"row {number}: chosen and rejected are equal; {_REMEDY}")
+        start = min(chosen[1], rejected[1])
+        return self._checked(number, [chosen[0][:start], chosen[0][start:], rejected[0][start:]])
+
+    def _labelled(self, numbers: range, answers: list[tuple[list[int], int]]) -> list[list[list[int]]]:
+        assert self._labels is not None
+        completions = [ids[start:] for ids, start in answers]
+        documents = []
+        for place, (number, (ids, start)) in enumerate(zip(numbers, answers, strict=True)):
+            is_good = bool(self._labels[number])
+            parts = [
+                ids[:start],
+                completions[place] if is_good else [],
+                [] if is_good else completions[place],
+            ]
+            parts = self._checked(number, parts)
+            other = completions[place - 1] if len(answers) > 1 else []
+            documents.append([*parts, other[: self.max_length - len(ids)]])
+        return documents
+
+    def _checked(self, number: int, parts: list[list[int]]) -> list[list[int]]:
+        if (n_tokens := sum(map(len, parts))) > self.max_length:
+            lengths = " + ".join(str(len(part)) for part in parts if part)
+            raise InputError(
+                f"row {number}: prompt and answers have {n_tokens} tokens ({lengths}), and max_seq_length is "
+                f"{self.max_length}; raise it, or remove the row"
+            )
+        return parts
+
+
+def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Take the prompt out of both answers where it has no column."""
+    names = {*dataset.column_names}
+    if not {*_PAIR} <= names:
+        raise InputError(f"the columns are {', '.join(dataset.column_names)}; give chosen and rejected")
+    if names & {"prompt", "instruction"} or not len(dataset):
+        return dataset
+    return dataset.map(_split_prompt, desc="Splitting prompts from answers")
+
+
+def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Take out what both answers begin with, as TRL's `extract_prompt`: whole turns, or text."""
+    chosen, rejected = (row[name] or "" for name in _PAIR)
+    n = min(common_prefix(chosen, rejected), max(0, min(len(chosen), len(rejected)) - 1))
+    if n and chosen[n - 1] == " ":
+        n -= 1
+    return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
+
+
+def _labels_of(dataset: datasets.Dataset) -> tuple[np.ndarray, datasets.Dataset]:
+    """Return `[rows]` bool, whether an answer is desirable, and the rows without that column."""
+    if "label" not in dataset.column_names:
+        ways = offer({dataset.column_names[-1]: "label"})
+        raise InputError(f"no column label says which answers are good; name it, such as {ways}")
+    labels = dataset["label"][:]
+    for number, label in enumerate(labels):
+        if label not in (0, 1):
+            fail(number, "label", "expected true or false", label, _REMEDY)
+    return np.array(labels, bool), dataset.remove_columns("label")
+
+
+def _encoded(documents: list[list[list[int]]]) -> tuple[Encoded, np.ndarray]:
+    """Return documents from the ids of their parts, and `[tokens]` to which part each belongs."""
+    lengths = np.array([[*map(len, parts)] for parts in documents])
+    numbers = np.array([PROMPT, CHOSEN, REJECTED, MISMATCHED][: lengths.shape[1]], np.int32)
+    parts = np.repeat(np.tile(numbers, len(documents)), lengths.ravel())
+    ids = np.array([token for document in documents for part in document for token in part], np.int32)
+    is_answer = (parts == CHOSEN) | (parts == REJECTED)
+    labels = np.where(is_answer, ids, np.int32(IGNORE_INDEX))
+    n_tokens, n_answers = lengths.sum(1), lengths[:, [CHOSEN, REJECTED]].sum(1)
+    counted = n_answers - (lengths[:, PROMPT] == 0)
+    nowhere = np.zeros(len(documents), np.int64)
+    return Encoded(ids, labels, n_tokens, n_tokens, n_tokens - n_answers, counted, nowhere), parts

@@ -1,0 +1,192 @@
+"""Train by a `PreferenceLoss`: batches of answers to prompts, and what is logged.
+
+A document is a prompt with its answers, one after another; `parts` says to which each token belongs. In a
+batch the answers of a pair continue their prompt, which is computed once, where the model can do so:
+
+    document   p p p c c r r r        row   p p p c c r r r     or   p p p c c p p p r r r
+    parts      0 0 0 1 1 2 2 2        parent  -1, 0, 0
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED
+from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
+from unsloth_pack.losses.preferences import ANSWERS, Answers, KtoLoss, OrpoLoss, PreferenceLoss
+from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
+from unsloth_pack.training.document_losses import DocumentLosses
+from unsloth_pack.training.objective import Batch, Objective, causal_lm
+
+_CPU = torch.device("cpu")
+_MISMATCHED = "mismatched"  # of a batch: a batch of prompts with answers to others
+Document = tuple[np.ndarray, np.ndarray]  # ids and parts
+
+
+def make_reference(model: Any, copies: bool = False) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a patched model that is to train is as it is now.
+
+    It is the model without its adapter, or with a frozen copy of what trains: if it `copies`, since the
+    adapter is not new, and where weights train that are not an adapter's.
+    """
+    base = causal_lm(model)
+    if copies or not hasattr(model, "peft_config") or name_trained_in_place(model) is not None:
+        return FrozenCopy(base).in_place
+    return partial(base_model, base)
+
+
+class PreferenceCollator:
+    """Join rows of documents, packed or not, into one packed row.
+
+    Args:
+        shares: both answers of a pair continue one prompt; else each has a prompt of its own.
+        learns_prompts: prompts carry labels too, once.
+    """
+
+    def __init__(self, shares: bool, learns_prompts: bool = False):
+        self._shares, self._learns_prompts = shares, learns_prompts
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        documents = [document for example in examples for document in _documents(example)]
+        batch = self._join(documents, (CHOSEN, REJECTED))
+        if any((parts == MISMATCHED).any() for _, parts in documents):
+            in_place = np.array([PROMPT, REJECTED, REJECTED, CHOSEN])  # of the answers to these prompts
+            batch[_MISMATCHED] = self._join([(ids, in_place[parts]) for ids, parts in documents], (CHOSEN,))
+        return batch
+
+    def _join(self, documents: Sequence[Document], answers: Sequence[int]) -> Batch:
+        ids: list[np.ndarray] = []  # of every segment, as the next three
+        labels: list[np.ndarray] = []
+        parts: list[np.ndarray] = []  # 3 * document + part
+        parent: list[int] = []
+
+        def add(tokens: np.ndarray, of_document: np.ndarray, n_unlabelled: int, continued: int) -> None:
+            ids.append(tokens)
+            labels.append(np.where(np.arange(len(tokens)) < n_unlabelled, IGNORE_INDEX, tokens))
+            parts.append(of_document)
+            parent.append(continued)
+
+        for number, (tokens, of_document) in enumerate(documents):
+            is_prompt = of_document == PROMPT
+            prompt, own = tokens[is_prompt], [part for part in answers if (of_document == part).any()]
+            shared = self._shares and len(own) > 1 and len(prompt) > 0
+            prefix = len(ids) if shared else -1
+            if shared:
+                n_unlabelled = 1 if self._learns_prompts else len(prompt)
+                add(prompt, np.full(len(prompt), 3 * number + PROMPT), n_unlabelled, -1)
+            for part in own:
+                answer = tokens[of_document == part]
+                of_answer = np.full(len(answer), 3 * number + part)
+                if shared:
+                    add(answer, of_answer, 0, prefix)
+                    continue
+                before = np.full(len(prompt), 3 * number + PROMPT)
+                n_unlabelled = 1 if self._learns_prompts and part == CHOSEN else max(1, len(prompt))
+                whole = np.concatenate([prompt, answer]), np.concatenate([before, of_answer])
+                add(*whole, n_unlabelled, -1)
+        all_ids, all_labels, all_parts = (np.concatenate(each) for each in (ids, labels, parts))
+        n_labels = np.bincount(all_parts[all_labels != IGNORE_INDEX], minlength=3 * len(documents))
+        has_branches = any(segment >= 0 for segment in parent)
+        row = PackedRow.of_lengths(tuple(map(len, ids)), _CPU, tuple(parent) if has_branches else None)
+        return {
+            "input_ids": torch.from_numpy(all_ids)[None],
+            "labels": torch.from_numpy(all_labels)[None],
+            "packed_row": row,
+            ANSWERS: Answers(np.append(all_parts[1:], 0), n_labels.reshape(-1, 3)),
+        }
+
+
+def _documents(example: Mapping[str, Any]) -> Iterator[Document]:
+    ids, parts = (np.asarray(example[name], dtype=np.int64) for name in ("input_ids", PARTS))
+    ends = np.cumsum(example.get("seq_lengths") or [len(ids)])[:-1]
+    return zip(np.split(ids, ends), np.split(parts, ends), strict=True)
+
+
+class Preferences(Objective):
+    """The objective of a `PreferenceLoss`: means over documents, under TRL's names."""
+
+    def __init__(self, trainer: Any, loss: PreferenceLoss):
+        super().__init__(trainer, loss)
+        self.loss = loss
+        decoder = self._model.fast_decoder
+        trainer.args.remove_unused_columns = False  # TRL does not know the column of parts
+        # NEFTune's noise depends on the length of a document
+        shares = decoder.why_no_branches is None and not trainer.args.neftune_noise_alpha
+        trainer.data_collator = PreferenceCollator(shares, learns_prompts=isinstance(loss, OrpoLoss))
+
+    def begin_update(self, batches: Sequence[Batch], n_labels: Tensor | int | None) -> Tensor | int | None:
+        """Count the documents; estimate KTO's KL term over all of them, whichever share a micro-batch."""
+        answers = [batch[ANSWERS].n_labels for batch in batches]
+        counts = torch.tensor([sum(map(len, answers)), sum(each[:, :2].sum() for each in answers)])
+        n_documents: Tensor
+        n_documents, n_tokens = self._reduce(counts.double())
+        if isinstance(self.loss, OrpoLoss):
+            self.loss.tokens_a_document = n_tokens / n_documents
+        if isinstance(self.loss, KtoLoss):
+            self._trainer.model.train()
+            ratios = self._measure_ratios(batch[_MISMATCHED] for batch in batches if _MISMATCHED in batch)
+            self.loss.set_kl(*self._reduce(ratios))
+        return n_documents
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, num_items: Tensor | int | None
+    ) -> tuple[Tensor, Any]:
+        inputs = dict(inputs)
+        mismatched = inputs.pop(_MISMATCHED, None)
+        if not model.training:  # each batch of an evaluation is by itself
+            if isinstance(self.loss, OrpoLoss):
+                self.loss.tokens_a_document = None
+            if isinstance(self.loss, KtoLoss):
+                self.loss.set_kl(*self._measure_ratios([mismatched] if mismatched else []))
+        return super().compute_loss(model, inputs, num_items)
+
+    def _reduce(self, sums: Tensor) -> Tensor:
+        """Sum numbers over all processes, without waiting for the device."""
+        trainer = self._trainer
+        if trainer.args.device.type == "cuda" and not sums.is_cuda:
+            sums = sums.pin_memory().to(trainer.args.device, non_blocking=True)
+        summed: Tensor = trainer.accelerator.reduce(sums) if trainer.args.world_size > 1 else sums
+        return summed
+
+    @torch.no_grad()
+    def _measure_ratios(self, batches: Iterable[Batch]) -> Tensor:
+        """Sum the log-ratios of answers to other prompts, and count the answers: `[2]` float64."""
+        trainer, loss = self._trainer, self.loss
+        total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+        for batch in batches:
+            with trainer.compute_loss_context_manager():
+                self.run(trainer.model, trainer._prepare_inputs(batch))
+            total += torch.stack([loss.values["ratio"].sum(), loss.values["n_chosen"].sum()])
+        return total
+
+    def sums(self) -> list[Tensor]:
+        return [value.sum() for value in self.loss.values.values()]
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        means = self.loss.means(dict(zip(self.loss.values, sums, strict=True)))
+        means.pop("loss")
+        return means
+
+    def losses_of_evaluation(self) -> DocumentLosses:
+        return _PreferencesOfDocuments(self.loss)
+
+
+class _PreferencesOfDocuments(DocumentLosses):
+    """The values of every document of one evaluation."""
+
+    def __init__(self, loss: PreferenceLoss):
+        super().__init__()
+        self._loss = loss
+
+    def _of_batch(self, outputs: object, inputs: object) -> Tensor:
+        """Return `[values, documents]` float64."""
+        return torch.stack([*self._loss.values.values()])
+
+    def _means_of(self, by_document: Tensor, prefix: str) -> dict[str, float]:
+        sums = dict(zip(self._loss.values, by_document.sum(dim=1).tolist(), strict=True))
+        return {f"{prefix}_{name}": mean for name, mean in self._loss.means(sums).items()}
