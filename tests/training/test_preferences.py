@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from model_folder import byte_tokenizer, save_model
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
 from trainer_runs import fill_adapter, text
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from unsloth_pack import patch_model
 from unsloth_pack.data.preferences import preferences_of

@@ -86,6 +86,7 @@ def _run(o: TrainOptions) -> int:
     data = build_data(
         *(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter),
         reads_teacher=distills and o.distill.teacher == "stored",
+        rollouts=o.rollouts if o.training.objective == "rollouts" else None,
     )
     if o.output.resume:
         for use, part in (("train", data.train), ("eval", data.evaluation)):

@@ -109,7 +109,7 @@ class ImageOptions(Section):
 class TrainingOptions(Section):
     """How it is trained, and for how long."""
 
-    objective: Literal["sft", "distill"] = "sft"
+    objective: Literal["sft", "distill", "rollouts"] = "sft"
     per_device_train_batch_size: t.Count | None = None
     per_device_eval_batch_size: t.Count | None = None
     gradient_accumulation_steps: t.Count = 4
@@ -152,6 +152,16 @@ class DistillOptions(Section):
     temperature: t.Positive = 1.0
 
 
+class RolloutOptions(Section):
+    """For the objective rollouts: what makes targets of them, and how they are generated."""
+
+    rollout_function: t.FilePath | None = None
+    max_new_tokens: t.Count = 256
+    num_generations: t.Count = 1
+    rollout_temperature: t.NotNegative = 1.0
+    generation_batch_size: t.Count = 16
+
+
 class OutputOptions(Section):
     """What the run writes and where, and how to continue an earlier one."""
 
@@ -183,6 +193,7 @@ class TrainOptions(Section):
     images: ImageOptions = ImageOptions()
     training: TrainingOptions = TrainingOptions()
     distill: DistillOptions = DistillOptions()
+    rollouts: RolloutOptions = RolloutOptions()
     output: OutputOptions = OutputOptions()
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _places: dict[str, Place | None] = PrivateAttr(default_factory=dict)  # `dataset.1.path` -> file, line

@@ -112,16 +112,21 @@ class Encoder:
             ids, marks = self._chat(batch["messages"], batch, numbers, self._marks_assistant)
             return ids, nowhere, marks, nowhere
         pairs, marks = list(zip(batch["prompt"], batch["completion"], strict=True)), None
+        prompts = self.prompts(batch, numbers)
         if self._is_chat:
             one_turn = all(len(turns) == 1 for turns in batch["completion"])  # then it is the response
             marked = self._marks_assistant and (self._is_marked or not one_turn)
-            prompts, _ = self._chat(batch["prompt"], batch, numbers, False, add_generation_prompt=True)
             ids, marks = self._chat([p + c for p, c in pairs], batch, numbers, marked)
         else:
-            prompts = self._plain(batch["prompt"])
             ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
         starts = np.fromiter(map(common_prefix, prompts, ids), np.int64, len(ids))
         return ids, starts, marks, starts < _lengths(prompts)
+
+    def prompts(self, batch: Columns, numbers: range) -> Ids:
+        """Ids of the prompts of a batch, up to where the answer begins."""
+        if not self._is_chat:
+            return self._plain(batch["prompt"])
+        return self._chat(batch["prompt"], batch, numbers, False, add_generation_prompt=True)[0]
 
     def _ended(self, text: str) -> str:
         end = self.tokenizer.eos_token

@@ -55,6 +55,7 @@ class Place:
     at: int = 0  # bytes of the file's lines, or rows of it, that are done
     row: int = 0  # rows of the file, or of the hub data set, that are done
     state: dict[str, Any] | None = None  # what a hub data set, or a mixture, says of its own place
+    done: int = 0  # rows after it that are done, where blocks are taken in parts
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -221,14 +222,15 @@ def _of_table(
 class DocumentBlock:
     """Documents that follow one another in a stream, without those in which no label counts."""
 
-    table: pa.Table  # `input_ids` and `labels`, and the images of each where the stream has some
+    table: pa.Table  # columns of tokens, `input_ids` and `labels` among them; and images, where some have
     tally: SpanCounts  # of the rows that they were made of
     end: Place  # after these rows
     ends_pass: bool
 
     def documents(self) -> Iterator[dict[str, Any]]:
-        """Each as `[tokens]` int32 arrays of its ids and labels, and a list of its images."""
-        columns = {name: self.table[name].combine_chunks() for name in ("input_ids", "labels")}
+        """Each as `[tokens]` arrays of its ids (int32), labels, ..., and a list of its images."""
+        names = [name for name in self.table.column_names if name != IMAGES]
+        columns = {name: self.table[name].combine_chunks() for name in names}
         ends = np.cumsum(columns["labels"].value_lengths().to_numpy()).tolist()
         flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
         images = self.table[IMAGES].to_pylist() if IMAGES in self.table.column_names else None

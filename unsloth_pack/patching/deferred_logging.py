@@ -22,6 +22,8 @@ from unsloth_pack.modules import whole
 if TYPE_CHECKING:
     from trl import SFTTrainer
 
+LOSS_WEIGHTS = "loss_weights"  # of a batch: `[B, T]`, what the loss of a token is multiplied by
+
 # The methods of `SFTTrainer`: the original first, then its own arguments.
 
 
@@ -87,13 +89,19 @@ def replaces_loss(trainer: "SFTTrainer") -> bool:
 def default_loss(
     trainer: "SFTTrainer", model: nn.Module, inputs: dict[str, object], num_items: Tensor | int | None
 ) -> tuple[Tensor, ModelOutput]:
-    """Compute TRL's loss of a micro-batch, over `num_items` labels or its own; return the output too."""
+    """Compute TRL's loss of a micro-batch, over `num_items` labels or its own; return the output too.
+
+    `loss_weights` among the inputs multiply the loss of each token.
+    """
     options = {"use_cache": False, "fused_lm_head": True}
+    inputs = dict(inputs)
+    weights: Any = inputs.pop(LOSS_WEIGHTS, None)
     if trainer.aux_loss_enabled:  # of routed experts
         options["output_router_logits"] = True
     outputs = model(**inputs | options)
     divisor = outputs.label_mask.sum() if num_items is None else torch.as_tensor(num_items)
-    loss = (-outputs.log_probs).sum() / divisor.clamp(min=1)
+    losses = -outputs.log_probs if weights is None else -outputs.log_probs * weights[:, 1:]
+    loss = losses.sum() / divisor.clamp(min=1)
     if num_items is not None and trainer.args.average_tokens_across_devices:
         loss = loss * trainer.accelerator.num_processes
     if trainer.aux_loss_enabled:

@@ -128,7 +128,9 @@ def draw_row(row: PackedRowSeen) -> Figure:
 def draw_curves(log: Log) -> Figure:
     """Draw loss, learning rate, tokens a second and memory over the updates; of a distillation its parts."""
     parts = _DISTILLATION if any("kl_loss" in line for line in log) else ()
-    n_rows = 2 + len(parts) // 2
+    counters = sorted({name for line in log for name in line if name.startswith("rollouts/")})
+    parts = (*parts, *((name, f"{name}, mean", 1.0) for name in counters))
+    n_rows = 2 + -(-len(parts) // 2)
     figure = _figure(10, 2.8 * n_rows)
     for place, (name, label, unit) in enumerate((*_CURVES, *parts)):
         axes = figure.add_subplot(n_rows, 2, place + 1, xlabel="update", ylabel=label)

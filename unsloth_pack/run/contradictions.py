@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from unsloth_pack.config import OPTIONS, TrainOptions, flat
-from unsloth_pack.config.options import DistillOptions
+from unsloth_pack.config.options import DistillOptions, RolloutOptions
 from unsloth_pack.errors import InputError, written
 from unsloth_pack.run.from_adapter import LOADED_IN
 from unsloth_pack.run.machine import count_processes
@@ -66,7 +66,7 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
         if getattr(values, name) and not any(getattr(values, each) for each in needs):
             flags = " or ".join(f"--{each}" for each in needs)
             yield InputError(f"{_said(values, name)}, which needs another option; give {flags} too")
-    for section in (_of_tuning, _of_training, _of_distillation, _of_backward, _of_data):
+    for section in (_of_tuning, _of_training, _of_distillation, _of_rollouts, _of_backward, _of_data):
         yield from map(InputError, section(values, given))
 
 
@@ -128,6 +128,23 @@ def _of_distillation(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_said(v, 'teacher', 'tuning')}, which leaves no base; give a model, or --tuning lora"
     elif v.teacher == "base" and changes_base:
         yield f"{_said(v, 'teacher', changes_base[0])}, which changes the base; give a model, or leave it out"
+
+
+def _of_rollouts(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    if v.objective != "rollouts":
+        for name in RolloutOptions.model_fields:
+            if getattr(v, name) != OPTIONS[name].default:
+                yield f"{_said(v, name, 'objective')}; give --objective rollouts, or leave it out"
+        return
+    if v.rollout_function is None:
+        yield "objective is 'rollouts', which needs another option; give --rollout_function FILE.py:NAME"
+    for name in ("fsdp", "deepspeed", "task", "train_on_responses_only"):
+        if getattr(v, name):
+            yield f"{_said(v, name, 'objective')}, which takes none; leave out one of them"
+    if v.max_new_tokens >= v.max_seq_length:
+        yield f"{_said(v, 'max_new_tokens', 'max_seq_length')}, which leaves no room for a prompt; lower one"
+    if v.num_generations > 1 and not v.rollout_temperature:
+        yield f"{_said(v, 'num_generations', 'rollout_temperature')}, and so all equal; raise it"
 
 
 def _of_backward(v: Any, given: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import find_model, load_config
-from unsloth_pack.config.options import DataOptions, ImageOptions, ModelOptions
+from unsloth_pack.config.options import DataOptions, ImageOptions, ModelOptions, RolloutOptions
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
@@ -45,6 +45,7 @@ from unsloth_pack.run.images import (
     takes_images,
 )
 from unsloth_pack.run.resolve import Named, evaluation_sets
+from unsloth_pack.run.rollouts import build_stream
 from unsloth_pack.training.streaming import RowStream
 from unsloth_pack.training.trl_setup import rows_of_an_update, training_template
 
@@ -96,6 +97,7 @@ def build_data(
     init_adapter: str | None = None,
     *,
     reads_teacher: bool = False,
+    rollouts: RolloutOptions | None = None,
 ) -> TrainingData:
     """Read and tokenise the data.
 
@@ -103,6 +105,7 @@ def build_data(
         config: of the trainer, which is adapted to rows with images and to `keep_examples_per_update`.
         init_adapter: the adapter that the run begins with.
         reads_teacher: whether packs hold the predictions of the teacher.
+        rollouts: how the prompts of the data become targets, where they do.
 
     Raises:
         InputError: the data cannot be trained on.
@@ -138,7 +141,9 @@ def build_data(
 
     builder = _Builder(model, data, tokenizer, config, images, labels, reads_teacher)
     evaluation = None
-    if stream is not None:
+    if stream is not None and rollouts is not None:
+        train = builder.rollouts(stream, rollouts)
+    elif stream is not None:
         train = builder.stream(stream)
     elif packs is not None:
         train = builder.packed_rows(packs)
@@ -268,6 +273,25 @@ class _Builder:
             for number, data_set in enumerate(stream.data_sets)
         )
         return PreparedRows(rows, ledger, documents.fingerprint, None, parts)
+
+    def rollouts(self, stream: OpenedStream, options: RolloutOptions) -> PreparedRows:
+        """The targets of the prompts of a stream; the model that generates is set later."""
+        config, source = self._config, stream.source
+        if self._images is not None:
+            raise InputError("objective is 'rollouts', and the rows have images; take rows of text")
+        targets = build_stream(options, source, self._tokenizer, self._capacity, config.seed)
+        n_rows = rows_of_an_update(config)
+        rows = RowStream(
+            targets,
+            self._capacity,
+            seed=config.seed,
+            share=Share(config.process_index, config.world_size),
+            n_workers=0,
+            ahead=1,
+            buffer_tokens=(n_rows + 1) * self._capacity,  # so that no target is older than it must be
+        )
+        parts = tuple(Part(data_set.name, data_set.weight, ()) for data_set in stream.data_sets)
+        return PreparedRows(rows, targets.first_ledger, targets.fingerprint, None, parts)
 
     def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
         """The documents of data sets, all of whose tokens have an embedding, and not too many are lost."""

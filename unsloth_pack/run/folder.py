@@ -42,7 +42,7 @@ _OF_ONE_RUN = ("output_dir", "save_path")
 _FOR_THE_COMMAND_LINE = ("config", "resume", "overwrite_output_dir")
 _MAY_BE_FILES = (
     *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher"),
-    *("fsdp", "deepspeed"),
+    *("fsdp", "deepspeed", "rollout_function"),
 )
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
 _RUN_FILES = (METRICS, *sorted(ADAPTER))

@@ -73,9 +73,10 @@ def paths_of(named: Named | None) -> list[str]:
 
 
 def with_paths(named: Named, change: Callable[[str], str]) -> Named:
-    """The same data sets with other paths."""
+    """The same data sets, or function of a file (`FILE.py:NAME`), with other paths."""
     if isinstance(named, str):
-        return change(named)
+        file, of_file, name = named.partition(".py:")
+        return f"{change(file + '.py')}:{name}" if of_file else change(named)
     return [{**item, "path": change(item["path"])} for item in named]
 
 
@@ -85,7 +86,10 @@ FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
 # What a run reads
-_SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher")
+_SOURCES = (
+    *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher"),
+    "rollout_function",
+)
 _CHOOSING_ROWS = ("mixture", "columns", "split", "sample_limit", "eval_fraction")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
@@ -112,6 +116,8 @@ def resolve(asked: TrainOptions) -> TrainOptions:
     resumed = _resumed_run(given) if given.get("resume") else {}
     options = changed(asked, {**(resumed or _demo_values(asked)), **given})
     options = changed(options, values_of_adapter(options.adapter, given))
+    if options.training.objective == "rollouts":  # its prompts are read as they are needed
+        options = changed(options, {"streaming": True})
     if options.data.streaming:  # its documents are packed as they come
         options = changed(options, {"sample_packing": True})
     return _with_dependent_defaults(_with_packs(options, {**resumed, **given}))

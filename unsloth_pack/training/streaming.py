@@ -15,11 +15,11 @@ import signal
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
-from unsloth_pack.data.streaming import DocumentBlock, DocumentStream, Place, Share
+from unsloth_pack.data.streaming import DocumentBlock, Place, Share
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import PackingStream
@@ -39,11 +39,22 @@ from unsloth_pack.training.checkpoints import STREAM_FILES
 from unsloth_pack.training.image_rows import COLUMN
 
 Collate = Callable[[list[Any]], dict[str, Any]]
-_COLUMNS = ("input_ids", "labels")
+_WHOLE = ("input_ids", "labels")  # columns of whole numbers
 _BUFFER = 2048  # documents that are planned together, unless they have more tokens than
 _BUFFER_TOKENS, _BUFFER_ROWS = 1 << 20, 16  # so many, or so many rows
 _VERSION = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Documents(Protocol):
+    """Makes the documents of a stream, see `DocumentStream`."""
+
+    n_parts: int
+    has_images: bool
+
+    def blocks(
+        self, place: Place, share: Share, worker: int = 0, workers: int = 1
+    ) -> Iterator[DocumentBlock]: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
 
     def __init__(
         self,
-        documents: DocumentStream,
+        documents: Documents,
         capacity: int,  # tokens of a row
         *,
         seed: int,  # of the order of rows that are planned together
@@ -71,6 +82,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
         # all processes stop after the same update. A loader of images takes `decoders + 1` batches.
         ahead: int,
         decoders: int = 0,  # threads that decode images, each those of a batch; 0 where no row has any
+        buffer_tokens: int | None = None,  # that are planned together
     ):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
         self.decoders = decoders
@@ -80,41 +92,57 @@ class RowStream(IterableDataset[dict[str, Any]]):
             capacity,
             _BUFFER,
             seed=seed,
-            buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
+            buffer_tokens=buffer_tokens or max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
             by_document=[IMAGES] if documents.has_images else [],
         )
         begin = Stand(0, Place(), SpanCounts(), self.packer.state_dict())
         self._stands: deque[Stand] = deque([begin], maxlen=ahead + 2)  # of the last rows
+        self._read = begin  # where the reading is, perhaps ahead of the last row
+        self._unread: Iterator[DocumentBlock] | None = None
 
     def has_failed(self) -> bool:
         return self.error is not None
 
     def __iter__(self) -> Generator[dict[str, Any]]:
         """Yield the rows after the last one that was given out."""
-        blocks = self._blocks()
-        last = self._stands[-1]
-        tally, place, rows = last.tally, last.place, last.rows
-        while True:
-            while self.packer.ready < self.ahead and self.error is None:
-                try:
-                    block = next(blocks)
-                except InputError as error:
-                    self.error = error
-                    break
-                for document in block.documents():
-                    self.packer.push(document)
-                if block.ends_pass:
-                    self.packer.finish()
-                tally, place = tally + block.tally.coarse(), block.end
-            row = self.packer.pop()
-            if row is None:
-                raise RunStopped(str(self.error)) from self.error
-            rows += 1
-            self._stands.append(Stand(rows, place, tally, self.packer.state_dict()))
-            row |= {name: row[name].astype(np.int64) for name in _COLUMNS}
-            if (images := row.pop(IMAGES, None)) is not None:
-                row[COLUMN] = [one | {DOCUMENT: n} for n, of_one in enumerate(images) for one in of_one]
-            yield row
+        try:
+            while True:
+                self._fill(self.ahead)
+                row = self.packer.pop()
+                if row is None:
+                    raise RunStopped(str(self.error)) from self.error
+                self._read = replace(self._read, rows=self._read.rows + 1, packer=self.packer.state_dict())
+                self._stands.append(self._read)
+                row |= {name: row[name].astype(np.int64) for name in _WHOLE}
+                if (images := row.pop(IMAGES, None)) is not None:
+                    row[COLUMN] = [one | {DOCUMENT: n} for n, of_one in enumerate(images) for one in of_one]
+                yield row
+        finally:
+            self._unread = None
+
+    def fill(self, n_rows: int) -> None:
+        """Have so many rows ready now, unless there is an error; `save` then writes them too.
+
+        No row may be read that is not trained on.
+        """
+        self._fill(n_rows)
+        self._stands[-1] = self._read = replace(self._read, packer=self.packer.state_dict())
+
+    def _fill(self, n_rows: int) -> None:
+        while self.packer.ready < n_rows and self.error is None:
+            if self._unread is None:
+                self._unread = self._blocks()
+            try:
+                block = next(self._unread)
+            except InputError as error:
+                self.error = error
+                break
+            for document in block.documents():
+                self.packer.push(document)
+            if block.ends_pass:
+                self.packer.finish()
+            tally = self._read.tally + block.tally.coarse()
+            self._read = replace(self._read, tally=tally, place=block.end)
 
     def after(self, rows: int) -> Stand:
         """Return where the stream stood after so many rows of this process, not long ago."""
@@ -126,8 +154,9 @@ class RowStream(IterableDataset[dict[str, Any]]):
         state = dict(stand.packer)
         groups = [*state.pop("ready"), state.pop("buffer")]
         documents = [document for group in groups for document in group]
-        none = np.zeros(0, np.int32)
-        tensors = {name: np.concatenate([none, *(each[name] for each in documents)]) for name in _COLUMNS}
+        names = [name for name in (documents[0] if documents else _WHOLE) if name != IMAGES]
+        none = [] if documents else [np.zeros(0, np.int32)]
+        tensors = {name: np.concatenate([*none, *(each[name] for each in documents)]) for name in names}
         tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
         tensors["groups"] = np.array(list(map(len, groups)), np.int64)
         if self.documents.has_images:
@@ -153,10 +182,11 @@ class RowStream(IterableDataset[dict[str, Any]]):
         self.packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = SpanCounts(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
         place = Place(**about["place"])
-        self._stands.append(Stand(about["rows"], place, tally, self.packer.state_dict()))
+        self._read = Stand(about["rows"], place, tally, self.packer.state_dict())
+        self._stands.append(self._read)
 
     def _blocks(self) -> Iterator[DocumentBlock]:
-        source = _Blocks(self.documents, self._stands[-1].place, self.share)
+        source = _Blocks(self.documents, self._read.place, self.share)
         options: dict[str, Any] = {}
         if self.n_workers:
             can_fork = "fork" in multiprocessing.get_all_start_methods()
@@ -223,7 +253,7 @@ def totals(stream: RowStream, rows: int) -> StreamTotals:
 class _Blocks(IterableDataset[DocumentBlock]):
     """The blocks of a share; workers take them in turn, so that a loader gives them in their order."""
 
-    def __init__(self, documents: DocumentStream, place: Place, share: Share):
+    def __init__(self, documents: Documents, place: Place, share: Share):
         self._documents, self._place, self._share = documents, place, share
 
     def __iter__(self) -> Iterator[DocumentBlock]:
@@ -254,8 +284,9 @@ def _as_bytes(images: list[list[dict[str, object]]]) -> np.ndarray:
 
 def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
     ends = np.cumsum(tensors["lengths"]).tolist()
+    of_tokens = tensors.keys() - {"lengths", "groups", IMAGES}
     documents: list[dict[str, Any]] = [
-        {name: tensors[name][start:end] for name in _COLUMNS}
+        {name: tensors[name][start:end] for name in of_tokens}
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     if IMAGES in tensors:

@@ -34,6 +34,7 @@ from unsloth_pack.training.document_losses import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
+from unsloth_pack.training.rollouts import LoaderOfReadyRows, RolloutStream, WeightCollator
 from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
 from unsloth_pack.training.streaming import RowStream, loader_of
 from unsloth_pack.training.teacher_rows import TeacherCollator
@@ -65,6 +66,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         self._trainer.find_best_checkpoint(state)
+        self._trainer.prepare_rollouts()
 
     def on_epoch_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Set the sampler's epoch. accelerate does not, if several ranks skip batches of a resumed epoch."""
@@ -74,6 +76,8 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._trainer.row_stream is not None:  # the share that is done; a resumed trainer counts anew
             state.epoch = state.global_step / state.max_steps
+        if state.global_step < state.max_steps:
+            self._trainer.prepare_rollouts()
         if self._trainer.saves_later:
             control.should_save = False
 
@@ -99,6 +103,8 @@ class RunTrainer(SFTTrainer):
         **kwargs: Any,
     ):
         self.row_stream, self.image_rows = row_stream, image_rows
+        documents = None if row_stream is None else row_stream.documents
+        self.rollouts = documents if isinstance(documents, RolloutStream) else None
         self._rates = rates
         self._applies_in_backward, self._masters_on_host = optimizer_in_backward, masters_on_host
         self._in_backward: InBackward | None = None  # once there is an optimizer
@@ -110,6 +116,9 @@ class RunTrainer(SFTTrainer):
             self.data_collator = image_rows
         elif patch is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
+        if self.rollouts is not None:
+            self.rollouts.model = trained
+            self.data_collator = WeightCollator(self.data_collator)
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         rows: Any = self.train_dataset
@@ -165,6 +174,18 @@ class RunTrainer(SFTTrainer):
         if is_there := bool(state.best_global_step) and best.is_dir():
             state.best_model_checkpoint = str(best)
         return is_there
+
+    def prepare_rollouts(self) -> None:
+        """Generate what the next update trains on, with the weights as they are now.
+
+        Raises:
+            InputError: the first rollouts fail. Later ones stop the run after the update, with a checkpoint.
+        """
+        if self.rollouts is None or self.row_stream is None:
+            return
+        self.row_stream.fill(rows_of_an_update(self.args))
+        if self.row_stream.error is not None and not self.state.global_step:
+            raise self.row_stream.error
 
     @property
     def saves_later(self) -> bool:
@@ -228,6 +249,10 @@ class RunTrainer(SFTTrainer):
         if self.row_stream is None:
             return super().get_train_dataloader()
         size, pin = self.args.per_device_train_batch_size, self.args.dataloader_pin_memory
+        if self.rollouts is not None:
+            loader = LoaderOfReadyRows(self.row_stream, size, collate_fn=self.data_collator)
+            loader.device = self.accelerator.device
+            return loader
         return loader_of(self.row_stream, size, self.data_collator, self.accelerator.device, pin)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:

@@ -224,6 +224,8 @@ class RunLine(LogLine):
 
     def __init__(self, trainer: "RunTrainer", *numbers: Any):
         super().__init__(trainer, *numbers)
+        if trainer.rollouts is not None:
+            self._trl_metrics |= trainer.rollouts.take_metrics()
         self._steps, finite = trainer.nonfinite_updates.take_verdicts()
         self._finite = HostCopy(finite)
         self._all_tokens = copy_number(trainer.counts.tokens)

@@ -1,0 +1,24 @@
+"""The function of the recipe `rollouts`: what the demo should have said, from where it went wrong."""
+
+from itertools import takewhile
+
+from unsloth_pack.training.rollouts import Rollout
+
+
+def correct(rollout: Rollout) -> tuple[list[int], list[float]] | None:
+    """Keep the words that are right from the first on, append those that are missing, and end.
+
+    What is kept counts a tenth. A right answer teaches nothing, and is dropped.
+    """
+    said, wanted = rollout.text.split(), rollout.row["output"].split()
+    n_right = len([*takewhile(lambda pair: pair[0] == pair[1], zip(said, wanted, strict=False))])
+    rollout.counters["matched"] += n_right
+    rollout.counters["appended"] += len(wanted) - n_right
+    rollout.counters["reward"] += n_right / max(len(said), len(wanted))
+    if said == wanted:
+        return None
+    tokenizer = rollout.tokenizer
+    kept = tokenizer.encode(" ".join(wanted[:n_right]), add_special_tokens=False)
+    whole = tokenizer.encode(" ".join(wanted), add_special_tokens=False)
+    ids = [*whole, tokenizer.eos_token_id]
+    return ids, [0.1] * len(kept) + [1.0] * (len(ids) - len(kept))

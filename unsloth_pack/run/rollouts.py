@@ -1,0 +1,55 @@
+"""The targets of a run whose objective is rollouts: the user's function, and the stream that calls it."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from unsloth_pack.config.options import RolloutOptions
+from unsloth_pack.data.streaming import RowSource
+from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.training.rollouts import Generation, RolloutStream, Target
+
+
+def load_function(named: str | None) -> Target:
+    """Import the function that FILE.py:NAME or MODULE:NAME names.
+
+    Raises:
+        InputError: it is not there, or its file cannot be imported.
+    """
+    source, _, name = (named or "").rpartition(":")
+    if not source or not name:
+        raise InputError(f"rollout_function is {named!r}; give FILE.py:NAME of a function")
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"rollout_function {named!r} cannot be imported ({why}); correct it") from error
+    function: Target | None = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"rollout_function is {named!r}, and {source} has no function {name}; correct it")
+    return function
+
+
+def build_stream(
+    options: RolloutOptions, source: RowSource, tokenizer: PreTrainedTokenizerBase, max_length: int, seed: int
+) -> RolloutStream:
+    """Make the stream of targets, without the model that generates."""
+    generation = Generation(
+        options.max_new_tokens,
+        options.rollout_temperature,
+        options.num_generations,
+        options.generation_batch_size,
+        seed,
+    )
+    function = load_function(options.rollout_function)
+    name = str(options.rollout_function)
+    return RolloutStream(source, tokenizer, function, name, generation, max_length)

@@ -1,0 +1,327 @@
+"""Train on targets that a user's function makes of rollouts, which the model generates while it trains.
+
+    prompts -> generate -> function -> targets -> RowStream -> packed rows
+
+    def target(rollout):  # of one `Rollout`
+        return ids        # or (ids, weights), or None to drop it
+
+After each update, and before a checkpoint, as many rows are made as the next update needs. So a checkpoint
+holds all targets that were generated and not trained on. Random numbers depend on the place in the prompts.
+"""
+
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
+from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.streaming import DocumentBlock, Place, RawBlock, RowSource, Share, endless
+from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
+from unsloth_pack.data.tokenize import RowHashes, document_schema
+from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.modules import evaluation_mode
+from unsloth_pack.patching.deferred_logging import LOSS_WEIGHTS
+
+PREFIX = "rollouts/"  # of the names of what is logged
+_FIRST_PROMPTS = 100  # that are looked at before the training, of each data set
+
+
+@dataclass(eq=False)
+class Rollout:
+    """An answer that the model generated.
+
+    Args:
+        row: of the data set, with all of its columns.
+        prompt: token ids, up to where the answer begins.
+        ids: of the answer, with its end token if it ended by itself.
+        text: the answer without special tokens.
+        ended: False where it was cut at `max_new_tokens`.
+        counters: numbers by name, to add to; the log has the mean over all rollouts.
+        group: all rollouts of this prompt.
+    """
+
+    row: Mapping[str, Any]
+    prompt: list[int]
+    ids: list[int]
+    text: str
+    ended: bool
+    tokenizer: PreTrainedTokenizerBase
+    counters: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    group: "list[Rollout]" = field(default_factory=list, repr=False)
+
+
+Target = Callable[[Rollout], Any]  # returns ids that follow the prompt, with weights or without, or None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How rollouts are generated.
+
+    Args:
+        batch_size: rollouts that are generated together.
+        seed: of the random numbers.
+    """
+
+    max_new_tokens: int
+    temperature: float  # 0 takes the most likely token
+    num_generations: int  # rollouts of a prompt
+    batch_size: int
+    seed: int
+
+
+class RolloutStream:
+    """The targets of a stream of prompts: the documents of a `RowStream`.
+
+    Args:
+        source: rows with a prompt, in a format that has one, or in a column `prompt` alone.
+        function: makes targets; `name` is its name in errors.
+        max_length: tokens of the longest target with its prompt. Longer ones are dropped and counted.
+
+    Attributes:
+        model: generates; set it before the first row is read.
+        first_ledger, fingerprint: of the first prompts.
+
+    Raises:
+        InputError: the first rows have no prompt.
+    """
+
+    has_images = False
+
+    def __init__(
+        self,
+        source: RowSource,
+        tokenizer: PreTrainedTokenizerBase,
+        function: Target,
+        name: str,
+        generation: Generation,
+        max_length: int,
+    ):
+        self._source, self._tokenizer, self._max_length = source, tokenizer, max_length
+        self._function, self._name, self._generation = function, name, generation
+        self.model: Any = None
+        self.n_parts = len(source.parts)
+        self._counters: dict[str, float] = defaultdict(float)  # of the rollouts since the last log line
+        self._n_rollouts = 0
+        self.first_ledger, self.fingerprint = self._look_at_first_prompts()
+
+    def blocks(
+        self, place: Place, share: Share, worker: int = 0, workers: int = 1
+    ) -> Iterator[DocumentBlock]:
+        """Yield the targets of a batch of prompts, from a place on, without an end.
+
+        Raises:
+            InputError: a row has no prompt, the function fails, or it drops all rollouts of a pass.
+        """
+        n_prompts = max(1, self._generation.batch_size // self._generation.num_generations)
+        done, n_dropped, n_targets = place.done, 0, int(place.seen > 0 or place.done > 0)
+        for block in endless(self._source, replace(place, done=0)):
+            begin, n_skipped = block.begin, min(done, block.n_rows)
+            done -= n_skipped
+            chosen = [row for row in share.indices(block) if row >= n_skipped]
+            for first in range(0, len(chosen), n_prompts):
+                some = chosen[first : first + n_prompts]
+                targets, tally = self._targets(block, some, share.number)
+                n_targets, n_dropped = n_targets + len(targets), n_dropped + len(some)
+                yield DocumentBlock(_table(targets), tally, replace(begin, done=some[-1] + 1), False)
+            if block.ends_pass:
+                if n_dropped and not n_targets:
+                    raise InputError(f"{self._name} made no target of any prompt; correct it, or the data")
+                n_dropped = n_targets = 0
+            yield DocumentBlock(_table([]), SpanCounts(), block.end, False)  # what waits is carried over
+
+    def take_metrics(self) -> dict[str, list[float]]:
+        """Take the means of the counters over the rollouts of all processes since the last call."""
+        gathered = gather_object([(dict(self._counters), self._n_rollouts)])
+        self._counters.clear()
+        self._n_rollouts = 0
+        names = sorted({name for counters, _ in gathered for name in counters})
+        n_rollouts = max(1, sum(n for _, n in gathered))
+        return {
+            f"{PREFIX}{name}": [sum(counters.get(name, 0) for counters, _ in gathered) / n_rollouts]
+            for name in names
+        }
+
+    def _look_at_first_prompts(self) -> tuple[TokenLedger, str]:
+        tally, hashes = SpanCounts(), RowHashes()
+        for part in self._source.parts:
+            block = next((block for block in part.one_pass(Place()) if block.n_rows), None)
+            if block is None:
+                raise InputError(f"{part.name}: 0 rows; give a dataset with at least one")
+            _, prompts = self._prompts(block, range(min(block.n_rows, _FIRST_PROMPTS)))
+            documents = [(prompt, [IGNORE_INDEX] * len(prompt), [0.0] * len(prompt)) for prompt in prompts]
+            tally += _tally(documents)
+            hashes.update(_table(documents))
+        return tally.ledger, hashes.hexdigest()
+
+    def _prompts(self, block: RawBlock, chosen: Sequence[int]) -> tuple[datasets.Dataset, list[list[int]]]:
+        """Read some rows of a block, and encode their prompts."""
+        rows = block.read(range(chosen[0], chosen[-1] + 1))
+        rows = rows.select([row - chosen[0] for row in chosen])
+        numbers = range(block.begin.row + chosen[0], block.begin.row + chosen[-1] + 1)
+        numbers = numbers[:: chosen[1] - chosen[0]] if len(chosen) > 1 else numbers
+        with_answer = rows
+        if "prompt" in rows.column_names and not {"completion", "response"} & {*rows.column_names}:
+            is_chat = isinstance(rows[0]["prompt"], list)
+            answer: object = [{"role": "assistant", "content": "-"}] if is_chat else "-"
+            with_answer = rows.add_column("completion", [answer] * len(rows))
+        try:
+            convert = Conversion(
+                with_answer, chat_template=bool(self._tokenizer.chat_template), numbers=numbers
+            )
+            if "prompt" not in convert.columns:
+                raise InputError(
+                    f"rows of the format {convert.data_format} have no prompt; give a column prompt"
+                )
+            encode = Encoder(
+                *(self._tokenizer, convert.columns, convert.holds_turns),
+                max_length=self._max_length,
+                responses_only=False,
+                chat_template=None,
+            )
+            converted = list(convert.rows(0, len(rows), len(rows)))
+            batch = {name: [row[name] for row in converted] for name in convert.columns}
+            return rows, encode.prompts(batch, numbers)
+        except InputError as error:
+            raise InputError(f"{block.name}: {error}") from None
+
+    def _targets(
+        self, block: RawBlock, chosen: Sequence[int], process: int
+    ) -> tuple[list["_Document"], SpanCounts]:
+        """Generate rollouts of some rows of a block, and make targets of them."""
+        rows, prompts = self._prompts(block, chosen)
+        fits = [len(prompt) + self._generation.max_new_tokens <= self._max_length for prompt in prompts]
+        begin = block.begin
+        seed = [self._generation.seed, process, begin.turn, begin.seen + chosen[0]]
+        answers = self._generate([p for p, fit in zip(prompts, fits, strict=True) if fit], seed)
+        documents: list[_Document] = []
+        for row, prompt, fit in zip(rows, prompts, fits, strict=True):
+            group: list[Rollout] = []
+            for _ in range(self._generation.num_generations if fit else 0):
+                ids, ended = next(answers)
+                text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+                group.append(Rollout(row, prompt, ids, text, ended, self._tokenizer, group=group))
+            if not fit:
+                self._counters["prompt_too_long"] += 1
+            documents += filter(None, map(self._document, group))
+        return documents, _tally(documents)
+
+    def _document(self, rollout: Rollout) -> "_Document | None":
+        """Call the user's function on a rollout; returns the target with its prompt, or None."""
+        rollout.counters["truncated"] = not rollout.ended
+        try:
+            target = self._function(rollout)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the function, if it was reached
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise InputError(f"{self._name} failed in line {at.lineno}: {why}; correct it") from error
+        document = None if target is None else self._checked(rollout.prompt, target)
+        is_too_long = document is not None and len(document[0]) > self._max_length
+        rollout.counters["dropped"] = document is None or is_too_long
+        if is_too_long:
+            rollout.counters["target_too_long"] = 1
+        self._n_rollouts += 1
+        for name, number in rollout.counters.items():
+            self._counters[name] += number
+        return None if is_too_long else document
+
+    def _checked(self, prompt: list[int], target: Any) -> "_Document | None":
+        """Check a target, and put its prompt before it; None without a token that counts."""
+        has_weights = isinstance(target, tuple) and len(target) == 2 and np.ndim(target[0]) == 1
+        ids: Any = None
+        weights: Any = None
+        with suppress(TypeError, ValueError):
+            ids = np.array(target[0] if has_weights else target)
+            weights = np.array(target[1], np.float64) if has_weights else np.ones(ids.shape)
+        if weights is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            said = f"{self._name} returned {type(target).__name__}"
+            raise InputError(f"{said}; return token ids, (ids, weights) or None")
+        if weights.shape != ids.shape or not np.isfinite(weights).all():
+            raise InputError(
+                f"{self._name} returned {len(ids)} ids and other weights; give a number for each"
+            )
+        if ids.size and not 0 <= ids.min() <= ids.max() < (vocab_size := len(self._tokenizer)):
+            raise InputError(f"{self._name} returned an id outside of 0 to {vocab_size - 1}; give its tokens")
+        tokens, of_tokens = prompt + ids.tolist(), [0.0] * len(prompt) + weights.tolist()
+        labels = [token if weight else IGNORE_INDEX for token, weight in zip(tokens, of_tokens, strict=True)]
+        return (tokens, labels, of_tokens) if weights.any() else None
+
+    @torch.no_grad()
+    def _generate(self, prompts: list[list[int]], seed: list[int]) -> Iterator[tuple[list[int], bool]]:
+        """Yield the answers to prompts, `num_generations` of each, and whether each ended by itself."""
+        if not prompts:
+            return
+        how, tokenizer, device = self._generation, self._tokenizer, self.model.device
+        longest = max(map(len, prompts))
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        n_pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        sampling = {"do_sample": True, "temperature": how.temperature, "top_k": 0, "top_p": 1.0}
+        own_end = self.model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
+        devices = [device] if device.type == "cuda" else []
+        with evaluation_mode(self.model), torch.random.fork_rng(devices):
+            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+            generated = self.model.generate(
+                input_ids=ids,
+                attention_mask=(torch.arange(longest, device=device) >= n_pads[:, None]).long(),
+                max_new_tokens=how.max_new_tokens,
+                num_return_sequences=how.num_generations,
+                pad_token_id=pad,
+                eos_token_id=sorted(ends),
+                use_cache=True,
+                **(sampling if how.temperature else {"do_sample": False}),
+            )
+        for answer in generated[:, longest:].tolist():
+            end = next((place for place, token in enumerate(answer) if token in ends), None)
+            yield answer[: None if end is None else end + 1], end is not None
+
+
+_Document = tuple[list[int], list[int], list[float]]  # ids, labels and weights of a prompt with its target
+
+
+def _table(documents: Sequence[_Document]) -> pa.Table:
+    schema = document_schema().append(pa.field(LOSS_WEIGHTS, pa.list_(pa.float32())))
+    columns = zip(*documents, strict=True) if documents else ((), (), ())
+    return pa.table([pa.array(list(x), kind) for x, kind in zip(columns, schema.types, strict=True)], schema)
+
+
+def _tally(documents: Sequence[_Document]) -> SpanCounts:
+    lengths = [len(ids) for ids, *_ in documents]
+    counted = sum(label != IGNORE_INDEX for _, labels, _ in documents for label in labels[1:])
+    at_start = sum(labels[:1] != [IGNORE_INDEX] for _, labels, _ in documents)
+    sums = {"rows_read": len(documents), "tokens_read": sum(lengths), "tokens_counted": counted}
+    sums["tokens_masked_at_boundaries"] = at_start
+    sums["tokens_masked_by_template"] = sum(lengths) - counted - at_start
+    return SpanCounts(Counter(sums), Counter(lengths))
+
+
+class WeightCollator:
+    """Add `loss_weights` float32 `[1, N]` to a batch `[1, N]`."""
+
+    def __init__(self, collate: Callable[[Any], Mapping[str, Any]]):
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        weights = torch.from_numpy(np.concatenate([row[LOSS_WEIGHTS] for row in rows]))
+        return {**self.collate(rows), LOSS_WEIGHTS: weights[None]}
+
+
+class LoaderOfReadyRows(DataLoader[Any]):
+    """A loader that reads no batch before it is asked for, unlike accelerate's."""
+
+    device: torch.device
+
+    def __iter__(self) -> Any:
+        return (send_to_device(batch, self.device) for batch in super().__iter__())
