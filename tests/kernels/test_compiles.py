@@ -17,7 +17,9 @@ from unsloth_pack import kernels
 from unsloth_pack.kernels import launch
 
 target = GPUTarget("cuda", 90, 32)
-driver = dict(get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target)
+# Each target has a device of its own: Triton asks for the target of a device once
+driver = dict(get_current_device=lambda: target.arch, get_current_target=lambda: target)
+driver["get_current_stream"] = lambda _: 0
 triton.runtime.driver.set_active(SimpleNamespace(**driver))
 
 def run(self, *args, grid, warmup, **options):  # as it is launched, but for the launch

@@ -1,7 +1,7 @@
 """Causal attention over a packed row in three Triton kernels, with softcap and sliding window.
 
 N tokens in segments, H query heads, K key heads (K divides H), D head dim. For each query, over the keys that
-it sees in its own segment:
+it sees in its own segment and its ancestors:
 
     z = softcap * tanh(scale * q·k / softcap), or scale * q·k without one     p = softmax(z)     out = Σ p v
 
@@ -9,6 +9,10 @@ it sees in its own segment:
 
 A sink is one more logit of every query of a head, without a value: the other weights then sum to less than 1.
 Its gradient is -Σ p out·g_out over the queries of its head, where p is the sink's own weight.
+
+A segment may continue another, its parent, as answers continue one prompt. Its queries see all ancestors, and
+a window counts on into them. Descendants follow a segment directly, so the queries that see a key of it lie in
+one run. Rows without parents compile to kernels that know of none.
 
 The forward pass saves the normalizer of p. The backward pass computes p again, once for the gradient of q and
 once for those of k and v. With few tiles of keys, several programs share the heads of a group, and their sums

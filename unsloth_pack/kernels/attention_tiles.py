@@ -2,9 +2,11 @@
 
 In the kernels, G query heads share a key head (a group). A program owns one key head and a tile of one
 segment. A tile of queries has BLOCK_Q rows (Q): G heads for each of its TOKENS = BLOCK_Q // G tokens. A tile
-of keys has BLOCK_J rows (J). So the heads of a group share the keys that a program loads. Loops skip tiles
-that are fully masked. They mask every other tile: with a second, unmasked loop ptxas serialises the matrix
-products (triton 3.6, sm_90). Logits are in units of ln 2, for `exp2`.
+of keys has BLOCK_J rows (J). So the heads of a group share the keys that a program loads. With `parents` a
+tile of queries goes from the keys of its own segment to those of the parent and on up. A tile of keys goes on
+from the queries of its own segment to those of all descendants. Loops skip tiles that are fully masked. They
+mask every other tile: with a second, unmasked loop ptxas serialises the matrix products (triton 3.6, sm_90).
+Logits are in units of ln 2, for `exp2`.
 
 In 16 bits the weights of a query are exp2(z - shift), with its log-sum-exp as shift. In float32 they are
 norm * exp2(z - shift), with its greatest logit as shift and 1 / the sum of exponentials as norm: a rounding
