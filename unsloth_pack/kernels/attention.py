@@ -11,7 +11,7 @@ A sink is one more logit of every query of a head, without a value: the other we
 Its gradient is -Σ p out·g_out over the queries of its head, where p is the sink's own weight.
 
 A segment may continue another, its parent, as answers continue one prompt. Its queries see all ancestors, and
-a window counts on into them. Descendants follow a segment directly, so the queries that see a key of it lie in
+a window counts on into them. Descendants follow a segment directly, so the queries that see its keys lie in
 one run. Rows without parents compile to kernels that know of none.
 
 The forward pass saves the normalizer of p. The backward pass computes p again, once for the gradient of q and
