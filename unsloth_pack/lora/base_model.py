@@ -32,7 +32,9 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 
 def _list_adapted(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    modules = list(model.modules())  # checked by class: every module by itself would take a millisecond
+    adapted = {k for k in {*map(type, modules)} if issubclass(k, BaseTunerLayer | AuxiliaryTrainingWrapper)}
+    return [module for module in modules if type(module) in adapted]
 
 
 def is_always_the_same(module: nn.Module) -> bool:
