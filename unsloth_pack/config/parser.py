@@ -20,6 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        self._options: set[str] = set()  # of `train`, among the flags
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -43,6 +44,7 @@ class Parser(argparse.ArgumentParser):
     def add_option(self, name: str, help: str = "", group: Any = None) -> None:
         """Add the flag of an option of `train`, to a group of the help, with help of its own or another."""
         each = OPTIONS[name]
+        self._options.add(name)
         takes: dict[str, Any] = {"dest": name, "action": "append", "metavar": each.unit}
         takes |= {"nargs": "?", "const": each.bare} if each.bare else {}
         help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
@@ -58,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         flags, unknown = self.parse_known_args(arguments)
         values = {name: value for name, value in vars(flags).items() if name != "debug"}
         mistakes = []
-        for name in filter(OPTIONS.get, values):
+        for name in filter(self._options.__contains__, values):
             if len(values[name]) > 1 and (OPTIONS[name].takes_several or name == "config"):
                 mistakes.append(InputError(f"--{name} is given twice; give it once, with all of its values"))
             values[name] = values[name][-1]
@@ -71,8 +73,8 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Read the flags that are there, by name, without those that restore a default."""
         values = self.read(arguments)
-        own = {name: value for name, value in values.items() if name not in OPTIONS}
-        options, errors = validated({name: value for name, value in values.items() if name in OPTIONS})
+        own = {name: value for name, value in values.items() if name not in self._options}
+        options, errors = validated({name: value for name, value in values.items() if name in self._options})
         raise_together(InputError(text) for _, text in errors)
         return own | options.given
 
