@@ -357,10 +357,7 @@ def test_trls_scores_of_a_row_with_parents():
     ("options", "why"),
     [
         ({"logits_to_keep": 3}, "logits_to_keep leaves logits out"),
-        (
-            {"return_dict": False},
-            "return_dict=False and output_router_logits=True take their loss from logits",
-        ),
+        ({"return_dict": False}, "return_dict is False"),
     ],
 )
 def test_a_loss_from_logits_of_branches_is_refused(options, why):

@@ -303,7 +303,7 @@ def test_evaluation_computes_the_same_loss():
 @table("arguments, why", [
     ({"output_router_logits": True}, "output_router_logits is on"),
     ({"return_dict": False}, "return_dict is False"),
-    ({"logits_to_keep": 2}, "logits_to_keep is given"),
+    ({"logits_to_keep": 2}, "logits_to_keep leaves logits out"),
 ])  # fmt: skip
 def test_a_call_that_needs_logits_is_refused(arguments, why):
     model = untrained("qwen3_moe")

@@ -166,7 +166,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("unsloth_pack.run.data.build_data", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr("unsloth_pack.run.data.build_data", lambda *_, **__: signal.raise_signal(number))
     before = signal.getsignal(number)
     assert train() == 128 + number
     assert signal.getsignal(number) is before

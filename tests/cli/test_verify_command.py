@@ -12,7 +12,7 @@ from unsloth_pack.cli import main
 def test_a_line_a_verdict_and_a_table(model, data, capsys):
     assert main(["verify", "--model_name", model, "--dataset", data, "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("\npassed  ") == 13
+    assert shown.count("\npassed  ") == 16
     assert "FAILED" not in shown
     for said in ("llama, attention sdpa, float32", "all checks passed", "leak into gradients", "allowed"):
         assert said in shown

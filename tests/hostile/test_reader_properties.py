@@ -211,9 +211,9 @@ def a_row_holds_every_token_once(lengths):
     assert row.unscored_places.tolist() == row.starts.tolist()
     tokens = torch.arange(n)
     stacks, unstack = row.stacks
-    for stack in stacks:
+    for stack, _ in stacks:
         assert (document[stack.numpy()] == document[stack.numpy()][:, :1]).all()
-    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in stacks])[unstack], tokens)
+    assert torch.equal(torch.cat([tokens[stack].flatten() for stack, _ in stacks])[unstack], tokens)
     labels = row.mask_labels(tokens + 1)
     assert (labels == -100).sum() == len(lengths)
 

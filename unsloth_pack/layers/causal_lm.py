@@ -220,7 +220,7 @@ class FastCausalLM(CountedParameters):
         if self._is_unchanged(call):
             return "images may come with an unpacked batch"
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        return None if keeps_all else "logits_to_keep is given"
+        return None if keeps_all else "logits_to_keep leaves logits out"
 
     def _wants_router(self, call: ForwardCall) -> bool:
         """Return whether a call asks for the routers' logits, and so for their auxiliary loss."""
