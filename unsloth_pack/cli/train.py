@@ -69,9 +69,9 @@ def _run(o: TrainOptions) -> int:
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
-    from unsloth_pack.run.distill import build_distillation, check_teacher
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
+    from unsloth_pack.run.objective import build_objective, check_teacher
     from unsloth_pack.run.trainer import build_config, build_trainer
     from unsloth_pack.training.checkpoints import last_checkpoint
     from unsloth_pack.training.streaming import RowStream
@@ -80,13 +80,13 @@ def _run(o: TrainOptions) -> int:
     dtype = weight_dtype(o.model.dtype, o.adapter.tuning == "full")
     config = build_config(o.data, o.training, o.output, dtype)
     tokenizer = load_run_tokenizer(o.model.model_name, o.adapter)
-    distills = o.training.objective == "distill"
-    if distills:
+    if o.training.objective == "distill":
         check_teacher(o.distill, tokenizer.tokenizer)
     data = build_data(
         *(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter),
-        reads_teacher=distills and o.distill.teacher == "stored",
-        rollouts=o.rollouts if o.training.objective == "rollouts" else None,
+        objective=o.training.objective,
+        teacher=o.distill.teacher,
+        rollouts=o.rollouts,
     )
     if o.output.resume:
         for use, part in (("train", data.train), ("eval", data.evaluation)):
@@ -102,7 +102,7 @@ def _run(o: TrainOptions) -> int:
         folder=folder,
         is_resumed=o.output.resume,
     )
-    objective = build_distillation(o.distill, o.model, model) if distills else None
+    objective = build_objective(o, model)
     is_sharded = o.training.fsdp is not None or o.training.deepspeed is not None
     demo = o.model.model_name if o.is_demo and not is_sharded else None
     score_before = score_demo(demo, model, tokenizer.tokenizer, data.images)

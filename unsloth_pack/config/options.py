@@ -109,7 +109,7 @@ class ImageOptions(Section):
 class TrainingOptions(Section):
     """How it is trained, and for how long."""
 
-    objective: Literal["sft", "distill", "rollouts"] = "sft"
+    objective: Literal["sft", "distill", "dpo", "kto", "orpo", "rollouts"] = "sft"
     per_device_train_batch_size: t.Count | None = None
     per_device_eval_batch_size: t.Count | None = None
     gradient_accumulation_steps: t.Count = 4
@@ -162,6 +162,16 @@ class RolloutOptions(Section):
     generation_batch_size: t.Count = 16
 
 
+class PreferenceOptions(Section):
+    """For the objectives dpo, kto and orpo: what the model learns from answers that somebody prefers."""
+
+    beta: t.Positive = 0.1
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    label_smoothing: t.BelowHalf = 0.0
+    desirable_weight: t.NotNegative = 1.0
+    undesirable_weight: t.NotNegative = 1.0
+
+
 class OutputOptions(Section):
     """What the run writes and where, and how to continue an earlier one."""
 
@@ -194,6 +204,7 @@ class TrainOptions(Section):
     training: TrainingOptions = TrainingOptions()
     distill: DistillOptions = DistillOptions()
     rollouts: RolloutOptions = RolloutOptions()
+    preferences: PreferenceOptions = PreferenceOptions()
     output: OutputOptions = OutputOptions()
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _places: dict[str, Place | None] = PrivateAttr(default_factory=dict)  # `dataset.1.path` -> file, line

@@ -19,6 +19,7 @@ KNOWN_COLUMNS = {
     *("messages", "conversations", "tools", "chat_template_kwargs"),
     *("instruction", "input", "output", "system"),
     *("prompt", "completion", "response", "text"),
+    *("chosen", "rejected", "label"),  # of preferences
 }
 IMAGE_COLUMNS = ("images", "image")  # and so to these, for a model that takes images
 
@@ -166,7 +167,7 @@ def _marks_nothing(value: object) -> bool:
 
 _TOKENS = _Acting(_is_none, "tokens or a mask of them made elsewhere")
 _WEIGHT = _Acting(_is_one, "a weight, but every token weighs the same")
-_PREFERRED = _Acting(_is_empty, "part of a preference, not trained here")
+_PREFERRED = _Acting(_is_empty, "part of a preference")
 _LABEL = _Acting(_is_no_bad_label, "a reply that is labelled bad", "remove the row")
 _CHOICE = _Acting(_is_none, "what --train_on_responses_only says here")
 _ACTING = {
@@ -193,7 +194,7 @@ def refuse_preferences(column_names: Collection[str]) -> None:
             answers = {"prompt": "completion", "instruction": "output"}
             to = next((answers[name] for name in answers if name in column_names), "messages")
             raise InputError(
-                f"columns {better}, {worse} are preferences, not trained here; to train on the better "
+                f"columns {better}, {worse} are preferences; give --objective dpo, or to train on the better "
                 f"answers give {offer({better: to, worse: None})}"
             )
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-PREFERENCES = ("dpo", "orpo", "kto")  # objectives
 _PAIR = ("chosen", "rejected")
 _REMEDY = "correct or remove the row"
 
@@ -58,7 +57,7 @@ def preferences_of(
 
 
 class PreferenceMaker(SpanMaker):
-    """Makes documents of the rows of a data set for an objective, one of `PREFERENCES`.
+    """Makes documents of the rows of a data set for the objective dpo, orpo or kto.
 
     Raises:
         InputError: the columns are not those of the objective, or a row has equal or empty answers, no label,

@@ -16,7 +16,7 @@ from unsloth_pack.data.files import SUFFIXES, kind_of, read_files
 from unsloth_pack.data.rows import ColumnMapping
 from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource
 from unsloth_pack.data.text_files import plain_name
-from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
+from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE, preferences
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
 
     Args:
         dataset: a json, jsonl, csv, parquet or txt file, the text formats also compressed (.gz, .zst, .xz,
-            .bz2); a folder of such files of one format, or one that `datasets.save_to_disk` wrote; "demo" or
-            "vision-demo"; else a hub name.
+            .bz2); a folder of such files of one format, or one that `datasets.save_to_disk` wrote; "demo",
+            "vision-demo", "demo-preferences" or "demo-feedback"; else a hub name.
         split: which part of a folder, a demo ("train" or "test") or a hub dataset.
         num_proc: processes that read large files; None for as many as there are cores.
 
@@ -81,6 +81,11 @@ def _find_local(dataset: str, split: str) -> list[Path] | datasets.Dataset | Non
 
         _check_split("vision-demo", split, [*SPLITS])
         return datasets.Dataset.from_list(dense_rows(split))
+    if dataset in preferences.BUNDLED:
+        import datasets
+
+        _check_split(dataset, split, [*preferences.SPLITS])
+        return datasets.Dataset.from_list(preferences.BUNDLED[dataset](split))
     if dataset == "demo":
         _check_split(dataset, split, list(_DEMO_FILES))
         return [_DEMO_FILES[split]]

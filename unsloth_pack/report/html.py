@@ -33,9 +33,12 @@ _CURVES = (
     ("tokens_per_second", "tokens a second", 1.0),
     ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
 )
-_DISTILLATION = (
+_PARTS = (  # of a loss, where lines have them
     ("kl_loss", "KL from the teacher (nats a token)", 1.0),
     ("sft_loss", "cross-entropy (nats a token)", 1.0),
+    ("rewards/margins", "reward of the better answer over the worse", 1.0),
+    ("rewards/accuracies", "pairs with a higher reward of the better answer", 1.0),
+    ("kl", "KL from the reference (nats an answer)", 1.0),
 )
 # The browser asks nobody for anything, whatever stands in the page
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -126,15 +129,15 @@ def draw_row(row: PackedRowSeen) -> Figure:
 
 
 def draw_curves(log: Log) -> Figure:
-    """Draw loss, learning rate, tokens a second and memory over the updates; of a distillation its parts."""
-    parts = _DISTILLATION if any("kl_loss" in line for line in log) else ()
+    """Draw loss, learning rate, tokens a second and memory over the updates; of another loss its parts."""
+    parts = [part for part in _PARTS if any(part[0] in line for line in log)]
     counters = sorted({name for line in log for name in line if name.startswith("rollouts/")})
-    parts = (*parts, *((name, f"{name}, mean", 1.0) for name in counters))
-    n_rows = 2 + -(-len(parts) // 2)
+    parts += [(name, f"{name}, mean", 1.0) for name in counters]
+    n_rows = 2 + (len(parts) + 1) // 2
     figure = _figure(10, 2.8 * n_rows)
     for place, (name, label, unit) in enumerate((*_CURVES, *parts)):
         axes = figure.add_subplot(n_rows, 2, place + 1, xlabel="update", ylabel=label)
-        if name.endswith("loss"):
+        if name == "loss" or place >= len(_CURVES):
             _draw_losses(axes, log, name)
         else:
             _plot(axes, with_speed(log), name, unit, None)

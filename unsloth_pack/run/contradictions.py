@@ -8,6 +8,7 @@ from typing import Any
 
 from unsloth_pack.config import OPTIONS, TrainOptions, flat
 from unsloth_pack.config.options import DistillOptions, RolloutOptions
+from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.errors import InputError, written
 from unsloth_pack.run.from_adapter import LOADED_IN
 from unsloth_pack.run.machine import count_processes
@@ -51,6 +52,13 @@ _NEEDS = {
     "load_best_model_at_end": _EVALUATION,
     "save_delay_steps": ("save_steps", "load_best_model_at_end"),
 }
+# Options of some objectives alone
+_OF_OBJECTIVES = {
+    **dict.fromkeys(DistillOptions.model_fields, ("distill",)),
+    "beta": PREFERENCES,
+    **dict.fromkeys(("loss_type", "label_smoothing"), ("dpo",)),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
+}
 
 
 def contradictions(options: TrainOptions) -> Iterator[InputError]:
@@ -66,7 +74,8 @@ def contradictions(options: TrainOptions) -> Iterator[InputError]:
         if getattr(values, name) and not any(getattr(values, each) for each in needs):
             flags = " or ".join(f"--{each}" for each in needs)
             yield InputError(f"{_said(values, name)}, which needs another option; give {flags} too")
-    for section in (_of_tuning, _of_training, _of_distillation, _of_rollouts, _of_backward, _of_data):
+    checks = (_of_tuning, _of_training, _of_objective, _of_distillation, _of_rollouts, _of_backward, _of_data)
+    for section in checks:
         yield from map(InputError, section(values, given))
 
 
@@ -110,17 +119,30 @@ def _of_training(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_said(v, 'effective_batch_size')}, and a step has {rows} rows; give a multiple of {rows}"
 
 
+def _of_objective(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    for name, objectives in _OF_OBJECTIVES.items():
+        if v.objective not in objectives and getattr(v, name) != OPTIONS[name].default:
+            yield f"{_said(v, name, 'objective')}; give --objective {objectives[0]}, or leave it out"
+    for name in ("fsdp", "deepspeed") if v.objective != "sft" else ():
+        if getattr(v, name) is not None:
+            yield f"{_said(v, name, 'objective')}, which needs the whole head; leave out one of them"
+    if v.objective not in PREFERENCES:
+        return
+    for name in ("streaming", "task", "train_on_responses_only"):
+        if getattr(v, name):
+            yield f"{_said(v, name, 'objective')}; leave out one of them"
+    for named in filter(None, (v.dataset, v.eval_dataset)):
+        if folder := packs_in(named):
+            yield f"{_said(v, 'objective')} and {folder} holds packed rows of text; give rows with answers"
+    if v.label_smoothing and v.loss_type != "robust":
+        yield f"{_said(v, 'label_smoothing', 'loss_type')}; give --loss_type robust, or leave it out"
+
+
 def _of_distillation(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
     if v.objective != "distill":
-        for name in DistillOptions.model_fields:
-            if getattr(v, name) != OPTIONS[name].default:
-                yield f"{_said(v, name, 'objective')}; give --objective distill, or leave it out"
         return
     if not v.kl_weight + v.ce_weight:
         yield f"{_said(v, 'kl_weight', 'ce_weight')}; give a positive one"
-    for name in ("fsdp", "deepspeed"):
-        if getattr(v, name) is not None:
-            yield f"{_said(v, name, 'objective')}, which needs the whole head; leave out one of them"
     if v.teacher == "init_adapter" and (v.init_adapter is None or v.merge_init_adapter):
         yield f"{_said(v, 'teacher')}, and the run begins with no adapter; give --init_adapter, or base"
     changes_base = [n for n, value in (("bias", "none"), ("loftq_config", None)) if getattr(v, n) != value]

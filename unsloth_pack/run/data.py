@@ -15,6 +15,7 @@ from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import Mixture, Part
+from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.streaming import DocumentStream, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
@@ -96,7 +97,8 @@ def build_data(
     config: SFTConfig,
     init_adapter: str | None = None,
     *,
-    reads_teacher: bool = False,
+    objective: str = "sft",
+    teacher: str = "base",
     rollouts: RolloutOptions | None = None,
 ) -> TrainingData:
     """Read and tokenise the data.
@@ -104,12 +106,14 @@ def build_data(
     Args:
         config: of the trainer, which is adapted to rows with images and to `keep_examples_per_update`.
         init_adapter: the adapter that the run begins with.
-        reads_teacher: whether packs hold the predictions of the teacher.
+        objective: what the run trains for.
+        teacher: where it distils.
         rollouts: how the prompts of the data become targets, where they do.
 
     Raises:
         InputError: the data cannot be trained on.
     """
+    reads_teacher = objective == "distill" and teacher == "stored"
     stream, packs, loaded = None, _packs_in(data.dataset), []
     eval_packs = _packs_in(data.eval_dataset) if data.eval_dataset is not None else None
     if data.streaming:
@@ -134,14 +138,16 @@ def build_data(
         config.padding_free = True  # whatever shares a batch shares a row
     source = init_adapter or model.model_name
     images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)
+    if images is not None and objective in PREFERENCES:
+        raise InputError(f"objective is {objective!r} and rows have images; give rows of text alone")
     if images is not None:
         _adapt_to_images(config, image_options)
     if reads_teacher:
         config.remove_unused_columns = False  # its columns are none that TRL knows
 
-    builder = _Builder(model, data, tokenizer, config, images, labels, reads_teacher)
+    builder = _Builder(model, data, tokenizer, config, images, labels, objective, reads_teacher)
     evaluation = None
-    if stream is not None and rollouts is not None:
+    if stream is not None and objective == "rollouts" and rollouts is not None:
         train = builder.rollouts(stream, rollouts)
     elif stream is not None:
         train = builder.stream(stream)
@@ -200,9 +206,10 @@ class _Builder:
         config: SFTConfig,
         images: ImagePreparation | None,
         labels: Labels | None,
+        objective: str,
         reads_teacher: bool,
     ):
-        self._labels = labels
+        self._labels, self._objective = labels, objective
         self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
         self._reads_teacher = reads_teacher
         self._tokenizer = tokenizer.tokenizer
@@ -304,6 +311,7 @@ class _Builder:
             data.num_proc,
             images=self._images,
             labels=self._labels,
+            objective=self._objective,
             **how,
         )
         documents = mixture.train

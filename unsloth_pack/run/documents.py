@@ -13,6 +13,8 @@ from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
+from unsloth_pack.data.preferences import preferences_of
+from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.sources import ChosenRows, DataSet
 from unsloth_pack.data.streaming import Place, RowSource, first_columns
 from unsloth_pack.data.tokenize import Documents, documents_of
@@ -101,12 +103,14 @@ def mixed_documents(
     most: int | None = None,
     images: ImagePreparation | None = None,
     labels: Labels | None = None,
+    objective: str = "sft",
 ) -> Mixture:
     """The documents of one or several data sets, each in its own format, see `prepare_documents`, `mix`.
 
     Args:
         images: how rows with images are prepared; None if there are none.
         labels: of the documents, where those are learned.
+        objective: what is trained for.
 
     Raises:
         InputError: a row cannot be trained on; names the data set.
@@ -116,7 +120,7 @@ def mixed_documents(
         name = each.data_set.name
         try:
             documents = prepare_documents(
-                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images, labels
+                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images, labels, objective
             )
             check_used(each.data_set.columns, documents.unused_columns)
         except InputError as error:
@@ -133,6 +137,7 @@ def prepare_documents(
     num_proc: int | None = None,
     images: ImagePreparation | None = None,
     labels: Labels | None = None,
+    objective: str = "sft",
 ) -> Documents:
     """Tokenise rows of any known format.
 
@@ -141,7 +146,10 @@ def prepare_documents(
         num_proc: processes that share the rows; None for as many as there are cores.
         images: how images are prepared. The documents then have a column for them.
         labels: of the documents, where those are learned in place of the text.
+        objective: what is trained for; for those of `PREFERENCES` documents have a column of parts.
     """
+    if objective in PREFERENCES:
+        return preferences_of(rows, tokenizer, max_length=max_length, objective=objective, num_proc=num_proc)
     if labels is not None:
         classes, texts = labels.numbers(rows), rows.remove_columns(labels.column)
         return documents_of(texts, tokenizer, max_length=max_length, num_proc=num_proc, classes=classes)
