@@ -64,7 +64,7 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
         (
             ["--grpo_beta=1"],
             "'--grpo_beta'",
-            "objective is sft or distill, which have no such setting; leave it out",
+            "no objective has such a setting; leave it out",
         ),
         (["--frobnicate"], "unknown argument '--frobnicate'", "see `unsloth-pack --help`"),
         (

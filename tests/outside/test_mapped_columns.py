@@ -56,7 +56,7 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
         {"instruction": "q", "chosen": "a", "rejected": "b"},
     ):
         line = refusal([row])
-        assert "chosen, rejected are preferences, not trained here" in line
+        assert "chosen, rejected are preferences; give --objective dpo, or to train on the better" in line
         (said,) = re.findall(r"give (--columns \S+)", line)
         ((text, _),) = trained([row], *shlex.split(said))
         assert text in ("qa<eos>", CHAT)

@@ -91,7 +91,7 @@ class _File(Source):
         groups = () if section else (*SECTIONS, *other_trainers().sections)
         for name, line, inner in self._parts(node):
             is_mapping = isinstance(inner, MappingNode)
-            if name in _NAMES:
+            if name in _NAMES and f"{section}.{name}" not in other_trainers().instead:
                 self._read_option(name, line, inner, section)
             elif name in groups and is_mapping:
                 self._read_options(inner, name)

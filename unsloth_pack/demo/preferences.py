@@ -12,7 +12,7 @@ SPLITS = {"train": (TRAIN_FILE, 400), "test": (HELDOUT_FILE, 40)}  # rows of eac
 
 
 def preference_rows(split: str) -> list[dict[str, Any]]:
-    """Return `prompt`, `chosen`, its answer, and `rejected`, that to the next prompt: lists of turns."""
+    """Return `prompt`, `chosen`, the answer to it, and `rejected`, that to the next one: lists of turns."""
     file, n_rows = SPLITS[split]
     rows = map(json.loads, file.read_text(encoding="utf-8").splitlines()[: n_rows + 1])
     pairs = [(messages(row), messages(following)[1:]) for row, following in pairwise(rows)]
