@@ -321,7 +321,10 @@ class WeightCollator:
 class LoaderOfReadyRows(DataLoader[Any]):
     """A loader that reads no batch before it is asked for, unlike accelerate's."""
 
-    device: torch.device
+    def __init__(self, rows: Any, batch_size: int, collate: WeightCollator, device: torch.device):
+        # With a generator of its own it leaves the run's random numbers alone
+        super().__init__(rows, batch_size, collate_fn=collate, generator=torch.Generator())
+        self._device = device
 
     def __iter__(self) -> Any:
-        return (send_to_device(batch, self.device) for batch in super().__iter__())
+        return (send_to_device(batch, self._device) for batch in super().__iter__())

@@ -250,9 +250,7 @@ class RunTrainer(SFTTrainer):
             return super().get_train_dataloader()
         size, pin = self.args.per_device_train_batch_size, self.args.dataloader_pin_memory
         if self.rollouts is not None:
-            loader = LoaderOfReadyRows(self.row_stream, size, collate_fn=self.data_collator)
-            loader.device = self.accelerator.device
-            return loader
+            return LoaderOfReadyRows(self.row_stream, size, self.data_collator, self.accelerator.device)
         return loader_of(self.row_stream, size, self.data_collator, self.accelerator.device, pin)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
