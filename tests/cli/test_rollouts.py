@@ -1,9 +1,19 @@
 """`train --objective rollouts`: targets that a function makes of what the model generates."""
 
+import json
+from pathlib import Path
+
 import pytest
 from cli_runs import read_metrics
 from killed_runs import ended, kill_while_saving, rows_of_steps, start
 from safetensors.torch import load_file
+from tables import table
+from warm import torchrun
+
+import unsloth_pack
+from unsloth_pack.cli import main
+
+DEMO = Path(unsloth_pack.__file__).parent / "demo" / "data" / "train.jsonl"
 
 FUNCTIONS = '''
 def repeat(rollout):
@@ -35,6 +45,7 @@ number = 3
 FLAGS = {"objective": "rollouts", "rollout_function": "functions.py:repeat", "max_new_tokens": 8}
 FLAGS |= {"max_steps": 7, "gradient_accumulation_steps": 2, "num_generations": 2, "lora_dropout": 0.2}
 FLAGS |= {"max_seq_length": 192, "generation_batch_size": 6}
+DEFAULTS = dict.fromkeys(("max_new_tokens", "num_generations", "generation_batch_size"))
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +55,6 @@ def functions(tmp_path):
 
 def of_log(folder, name):
     return {line["step"]: line[name] for line in read_metrics(folder)["log"] if name in line}
-
-
-def documents(rows):
-    """The documents of packed rows, as they were trained on."""
-    return [tuple(row) for rows_of_step in rows.values() for row in rows_of_step]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +84,76 @@ def test_a_killed_run_trains_on_the_targets_of_one_that_was_not(step, whole, tmp
         assert of_log(out, name) == of_log(folder / "out", name)
     ours, theirs = (load_file(path / "out" / "adapter_model.safetensors") for path in (tmp_path, folder))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_two_processes_share_the_prompts_and_log_together(model, data, tmp_path):
+    flags = FLAGS | {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_steps": 3}
+    flags |= {"rollout_function": tmp_path / "functions.py:repeat", "dtype": "float32"}
+    done = torchrun(2, **flags)
+    assert done.returncode == 0, done.stderr
+    assert len(of_log(tmp_path / "out", "rollouts/characters")) >= 2
+    summary = read_metrics(tmp_path / "out")["summary"][0]
+    assert summary["stream"]["fill"]["rows"] == 3 * 2 * 2
+
+
+def test_a_function_that_fails_later_stops_the_run_with_a_checkpoint(train, tmp_path, capsys):
+    """And once it is corrected, the run goes on as if it had always been so."""
+    file, whole, cut = tmp_path / "functions.py", tmp_path / "whole", tmp_path / "cut"
+    assert train(**FLAGS, output_dir=whole) == 0
+    once = "    if rollout.row['output'] == LATE: raise KeyError('late')\n"
+    late = json.dumps(json.loads(Path(whole_data(whole)).read_text())[30]["output"])
+    file.write_text(f"LATE = {late}\n" + FUNCTIONS.replace("    wanted =", once + "    wanted =", 1))
+    assert train(**FLAGS, output_dir=cut) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "functions.py:repeat failed in line" in said
+    assert "is whole, go on with: unsloth-pack --resume" in said
+    file.write_text(FUNCTIONS)
+    assert main(["--resume", f"--output_dir={cut}"]) == 0
+    assert of_log(cut, "loss") == of_log(whole, "loss")
+
+
+def whole_data(folder):
+    return read_metrics(folder)["config"][0]["options"]["dataset"]
+
+
+@table("flags, said", [
+    (DEFAULTS | {"objective": "sft"}, "rollout_function is 'functions.py:repeat' and objective is 'sft'; give"),
+    ({"rollout_function": None}, "objective is 'rollouts', which needs another option; give --rollout_function"),
+    ({"rollout_function": "none.py:repeat"}, "'none.py:repeat' cannot be imported (FileNotFoundError"),
+    ({"rollout_function": "functions.py:absent"}, "functions.py has no function absent; correct it"),
+    ({"rollout_function": "functions.py:number"}, "functions.py has no function number; correct it"),
+    ({"rollout_function": "functions.py"}, "rollout_function is 'functions.py'; give FILE.py:NAME"),
+    ({"max_new_tokens": 192}, "max_new_tokens is 192 and max_seq_length is 192, which leaves no room"),
+    ({"rollout_temperature": 0}, "num_generations is 2 and rollout_temperature is 0.0, and so all equal"),
+    ({"dataset": "texts.json"}, "texts.json: rows of the format text have no prompt; give a column prompt"),
+])  # fmt: skip
+def test_what_cannot_be_generated_is_refused(flags, said, refused, tmp_path):
+    (tmp_path / "texts.json").write_text(json.dumps([{"text": "ab"}] * 3))
+    assert said in refused(**FLAGS | flags)
+
+
+@table("function, said", [
+    ("text", "returned str; return token ids, (ids, weights) or None"),
+    ("weights", "ids and other weights; give a number for each"),
+    ("outside", "returned an id outside of 0 to "),
+    ("failing", "failed in line "),
+    ("nothing", "made no target of any prompt; correct it, or the data"),
+])  # fmt: skip
+def test_a_function_that_returns_something_else_trains_nothing(function, said, train, tmp_path, capsys):
+    assert train(**FLAGS | {"rollout_function": f"functions.py:{function}"}) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert said in error
+    assert "log" not in read_metrics(tmp_path / "out")
+
+
+def test_the_reward_of_the_recipe_rises(tmp_path):
+    """On the demo: from a first guess to answers that are mostly right."""
+    rows = [json.loads(line) for line in DEMO.read_text().splitlines()]
+    short = [row for row in rows if " - " in row["output"] and len(row["input"].split()) < 12]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    flags = ["--dataset=short.jsonl", "--max_steps=32", "--max_new_tokens=24", "--output_dir=out"]
+    assert main(["recipe", "copy", "rollouts"]) == 0
+    assert main(["--config=rollouts.yaml", *flags]) == 0
+    reward = [*of_log(tmp_path / "out", "rollouts/reward").values()]
+    assert sum(reward[:5]) / 5 < 0.2
+    assert sum(reward[-5:]) / 5 > 0.4

@@ -1,8 +1,7 @@
 """The targets of a run whose objective is rollouts: the user's function, and the stream that calls it."""
 
 import importlib
-import importlib.util
-from pathlib import Path
+import runpy
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,18 +21,12 @@ def load_function(named: str | None) -> Target:
     if not source or not name:
         raise InputError(f"rollout_function is {named!r}; give FILE.py:NAME of a function")
     try:
-        if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
+        is_file = source.endswith(".py")
+        names = runpy.run_path(source) if is_file else vars(importlib.import_module(source))
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"rollout_function {named!r} cannot be imported ({why}); correct it") from error
-    function: Target | None = getattr(module, name, None)
+    function: Target | None = names.get(name)
     if not callable(function):
         raise InputError(f"rollout_function is {named!r}, and {source} has no function {name}; correct it")
     return function
