@@ -290,12 +290,11 @@ class PackedRow:
         return tuple(stacks), self.upload(place)
 
     def _tokens_above(self, segment: int) -> np.ndarray:
-        """Return the tokens of a segment's ancestors, in order."""
-        parent = -1 if self.parent is None else self.parent[segment]
-        if parent < 0:
-            return np.zeros(0, dtype=np.int64)
-        own = np.arange(self.lengths[parent]) + self.starts[parent]
-        return np.concatenate([self._tokens_above(parent), own])
+        """Return the tokens of a segment's ancestors, in order; only where there are any."""
+        runs: list[np.ndarray] = []
+        while self.parent is not None and (segment := self.parent[segment]) >= 0:
+            runs.insert(0, np.arange(self.lengths[segment]) + self.starts[segment])
+        return np.concatenate(runs)
 
     @cached_property
     def stacks(self) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
