@@ -529,7 +529,7 @@ def test_a_prefix_of_few_tokens_is_not_worth_sharing():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "flash", "xformers", "sdpa"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2", "youtu"])  # no experts: they may choose others
 def test_every_backend_shares_as_it_computes_whole_rows(arch, backend):
     """In bfloat16: no further from float64 than 1.5 times the same model without sharing."""
     documents = answers_to((300, 40), ((130, 9, 1, 64), (70, 5)))
