@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
 _READS = {"tolist", "cpu", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__"}
 _SCALAR = "_local_scalar_dense"  # below `item`, `bool`, `int` and comparisons in an `if`, from C++ too
@@ -49,3 +50,22 @@ def counted_reads():
     places = []
     with _Methods(places), _Operations(places):
         yield places
+
+
+# What reads on the host, or copies that were started before the decoder
+ON_THE_HOST = {"check_labels", "prepare_head_inputs", "count", "pinned", "leave_out", "refuse"}
+
+
+class Reads(TrainerCallback):
+    """The functions that read a tensor in a step after the first."""
+
+    functions = frozenset()
+
+    def on_step_begin(self, args, state, control, **_):
+        self.inside = counted_reads() if state.global_step else None
+        self.places = self.inside.__enter__() if self.inside else ()
+
+    def on_step_end(self, args, state, control, **_):
+        if self.inside:
+            self.inside.__exit__(None, None, None)
+            self.functions |= {place.split(":")[1] for place in self.places}

@@ -5,8 +5,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.build_demo import base_training_rows, write_data
-from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
-from unsloth_pack.demo.evaluate import exact_match, user_text
+from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE, user_text
+from unsloth_pack.demo.evaluate import exact_match
 
 
 def read(path):

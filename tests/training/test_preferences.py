@@ -4,22 +4,29 @@ TRL's head computes in float32 there, so that log-probabilities differ by its ro
 """
 
 import copy
+import math
+import os
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from device_reads import ON_THE_HOST, Reads
 from model_folder import byte_tokenizer, save_model
 from peft import LoraConfig, get_peft_model
 from trainer_runs import fill_adapter, text
 from transformers import AutoModelForCausalLM, TrainerCallback
+from warm import two_ranks
 
 from unsloth_pack import patch_model
 from unsloth_pack.data.preferences import preferences_of
+from unsloth_pack.data.tokenize import rows_hash
 from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.training.preferences import Preferences, make_reference
+from unsloth_pack.patching import trainer_hooks
+from unsloth_pack.training.preferences import PreferenceCollator, Preferences, make_reference
 from unsloth_pack.training.trainer import make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
@@ -102,14 +109,14 @@ def documents(objective, rows, max_length=256):
     return preferences_of(Dataset.from_list(rows), byte_tokenizer(), **given).rows
 
 
-def trainer_of(kind, plain, folder, capacity=None, batch=8, copies=False, **options):
+def trainer_of(kind, plain, folder, capacity=None, batch=8, *callbacks, copies=False, processes=1, **options):
     """Our trainer, one of whose updates has all rows."""
     _, name, loss, values = KINDS[kind]
     rows = documents(name.lower(), LABELLED if name == "KTO" else PAIRS)
     rows = rows if capacity is None else pack_dataset(rows, capacity)
     model = adapted(plain)
     patch_model(model)
-    steps = -(-len(rows) // batch)
+    steps = -(-len(rows) // (batch * processes))
     config = sft_config(
         str(folder), padding_free=True, dtype=torch.float32, max_steps=2, report_to="none", optim="sgd",
         per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_grad_norm=0.0,
@@ -118,12 +125,17 @@ def trainer_of(kind, plain, folder, capacity=None, batch=8, copies=False, **opti
     reference = None if loss is OrpoLoss else make_reference(model, copies)
     objective = partial(Preferences, loss=loss(reference=reference, **values))
     watch = Gradients()
-    trainer = make_trainer(model, byte_tokenizer(), config, rows, rows, [watch], objective=objective)
+    trainer = make_trainer(
+        model, byte_tokenizer(), config, rows, rows, [watch, *callbacks], objective=objective
+    )
     return trainer, watch
 
 
 def ours(*args, **options):
-    trainer, watch = trainer_of(*args, **options)
+    return trained(*trainer_of(*args, **options))
+
+
+def trained(trainer, watch):
     trainer.train()
     first = next(line for line in trainer.state.log_history if "loss" in line)
     return first["loss"], first, watch.first
@@ -146,3 +158,59 @@ def test_trains_as_trls_trainer_however_documents_share_rows(kind, plain, tmp_pa
     expected = of_trl(kind, plain, tmp_path)
     for capacity, batch in SPLITS.values():
         assert_equal(ours(kind, plain, tmp_path, capacity, batch), expected)
+
+
+def test_an_update_of_two_processes_is_that_of_one(plain, tmp_path):
+    two_ranks(on_two_processes, str(tmp_path))
+    for kind, got in torch.load(tmp_path / "two.pt").items():
+        assert_equal(got, ours(kind, plain, tmp_path, None, 8))
+
+
+def on_two_processes(rank, folder):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    model = AutoModelForCausalLM.from_pretrained(
+        save_model(Path(folder, f"model{rank}")), dtype=torch.float64
+    )
+    seen = {kind: ours(kind, model, folder, None, 2, processes=2) for kind in ("sigmoid", "orpo", "kto")}
+    if rank == 0:
+        torch.save(seen, f"{folder}/two.pt")
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "orpo"])
+def test_answers_have_a_prompt_each_where_a_model_cannot_share_it(kind, plain, tmp_path):
+    shared = ours(kind, plain, tmp_path, 1024, 1)
+    trainer, watch = trainer_of(kind, plain, tmp_path, 1024, 1)
+    trainer.data_collator = PreferenceCollator(shares=False, learns_prompts=kind == "orpo")
+    assert_equal(trained(trainer, watch), shared)
+    noisy, _ = trainer_of(kind, plain, tmp_path, neftune_noise_alpha=5.0)
+    rows = [noisy.train_dataset[0]]
+    assert (
+        trainer.data_collator(rows)["packed_row"].parent,
+        noisy.data_collator(rows)["packed_row"].parent,
+    ) == (
+        None,
+        None,
+    )
+
+
+def test_a_reference_may_be_a_copy_of_an_adapter(plain, tmp_path):
+    """As where TRL trains an earlier adapter on: at first it is the reference."""
+    loss, metrics, gradients = ours("sigmoid", plain, tmp_path, None, 8, copies=True)
+    assert loss == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics["rewards/margins"] == 0
+    assert any(gradient.any() for gradient in gradients.values())
+
+
+def test_documents_of_equal_tokens_and_other_labels_are_others():
+    """Or a cache would give back the rows of the other ones."""
+    other = [row | {"label": not row["label"]} for row in LABELLED]
+    assert rows_hash(documents("kto", LABELLED)) != rows_hash(documents("kto", other))
+
+
+def test_no_step_waits(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_hooks.PatchedTraining, "on_optimizer_step", lambda *_, **__: None)
+    for kind in ("sigmoid", "kto", "orpo"):
+        trainer, _ = trainer_of(kind, plain, tmp_path, None, 4, waits := Reads())
+        trainer.train()
+        assert waits.functions
+        assert not waits.functions - ON_THE_HOST

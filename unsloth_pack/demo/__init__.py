@@ -30,3 +30,14 @@ VISION_DEMO_DEFAULTS = DEMO_DEFAULTS | {
     "train_on_responses_only": True,
 }
 DEFAULTS = {"demo": DEMO_DEFAULTS, "vision-demo": VISION_DEMO_DEFAULTS}
+
+Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
+
+
+def user_text(row: Row) -> str:
+    """Join the instruction and the input."""
+    return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
+
+
+def messages(row: Row) -> list[dict[str, str]]:
+    return [{"role": "user", "content": user_text(row)}, {"role": "assistant", "content": row["output"]}]

@@ -8,18 +8,7 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from unsloth_pack.demo import pictures
-
-Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
-
-
-def user_text(row: Row) -> str:
-    """Join the instruction and the input."""
-    return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
-
-
-def messages(row: Row) -> list[dict[str, str]]:
-    return [{"role": "user", "content": user_text(row)}, {"role": "assistant", "content": row["output"]}]
+from unsloth_pack.demo import Row, messages, pictures
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
-from unsloth_pack.demo.evaluate import messages
+from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE, messages
 
 SPLITS = {"train": (TRAIN_FILE, 400), "test": (HELDOUT_FILE, 40)}  # rows of each
 

@@ -1,8 +1,12 @@
 """The function of the recipe `rollouts`: what the demo should have said, from where it went wrong."""
 
-from itertools import takewhile
+from __future__ import annotations
 
-from unsloth_pack.training.rollouts import Rollout
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unsloth_pack.training.rollouts import Rollout
 
 
 def correct(rollout: Rollout) -> tuple[list[int], list[float]] | None:

@@ -201,7 +201,7 @@ class KtoLoss(PreferenceLoss):
         is_chosen = (n_labels_D3[:, 1] > 0).double()
         ratios = (log_probs_D3 - reference_D3).sum(1)  # of the one answer
         gain = self.beta * (2 * is_chosen - 1) * (ratios - self.kl)
-        weights = torch.where(is_chosen > 0, self.desirable_weight, self.undesirable_weight)
+        weights = is_chosen * self.desirable_weight + (1 - is_chosen) * self.undesirable_weight
         values = {"n_chosen": is_chosen, "ratio": ratios, "kl": torch.ones_like(ratios) * self.kl}
         for name, share in (("chosen", is_chosen), ("rejected", 1 - is_chosen)):
             values[f"rewards/{name}"] = share * self.beta * ratios
