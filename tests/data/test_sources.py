@@ -91,6 +91,13 @@ def test_the_demo_keeps_its_held_out_rows_apart():
         lines = file.read_text(encoding="utf-8").splitlines()
         assert load_rows("demo", split).to_list() == list(map(json.loads, lines))
     assert "demo: no split 'dev'; choose one of test, train" in error_of("demo", "dev")
+    for name in ("demo-preferences", "demo-feedback"):
+        train, test = (
+            {turns[0]["content"] for turns in load_rows(name, s)["prompt"]} for s in ("train", "test")
+        )
+        assert train
+        assert test
+        assert not train & test
 
 
 def test_hub_names_go_to_the_hub(monkeypatch):

@@ -167,6 +167,20 @@ def test_an_anchored_recipe_learns_and_stays_near_its_base():
         assert line[-1]["eval_sft_loss"] < line[0]["eval_sft_loss"]
 
 
+@pytest.mark.parametrize(("name", "better"), [("dpo", "rewards/accuracies"), ("kto", "rewards/margins")])
+def test_a_recipe_of_preferences_learns_them(name, better):
+    data = {"dpo": "demo-preferences", "kto": "demo-feedback"}[name]
+    assert main(["recipe", "copy", name]) == 0
+    flags = [f"--eval_dataset={data}", "--eval_steps=8", "--sample_limit=64", "--learning_rate=2e-3", *QUICK]
+    assert main([f"--config={name}.yaml", "--output_dir=out", *flags, "--max_steps=8"]) == 0
+    metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    (first, *_), (last, *_) = (
+        [line for line in metrics if key in line] for key in ("loss", f"eval_{better}")
+    )
+    assert {value for key, value in first.items() if key.startswith("rewards/")} == {0}
+    assert last[f"eval_{better}"] > (0.6 if name == "dpo" else 0.1)
+
+
 def test_the_full_recipe_saves_a_model_that_transformers_loads():
     assert main(["recipe", "copy", "full"]) == 0
     assert main(["--config=full.yaml", f"--dataset={DATA}", *QUICK]) == 0

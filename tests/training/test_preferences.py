@@ -71,31 +71,30 @@ def adapted(plain):
 
 def of_trl(kind, plain, folder):
     """Loss, metrics and gradients of TRL's trainer on one batch of all rows."""
-    home, name, _, options = KINDS[kind]
-    home, rows = import_module(home), LABELLED if name == "KTO" else PAIRS
-    config = getattr(home, f"{name}Config")(
-        output_dir=str(folder), per_device_train_batch_size=len(rows), report_to="none", bf16=False,
-        gradient_checkpointing=False, use_cpu=True, disable_tqdm=True, max_length=256, **options,
-    )  # fmt: skip
-    trainer = getattr(home, f"{name}Trainer")(
-        model=copy.deepcopy(plain), args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=byte_tokenizer(), peft_config=lora(),
-    )  # fmt: skip
+    trainer = trainer_of_trl(kind, plain, folder, LABELLED if kind == "kto" else PAIRS)
     model = trainer.model.double().train()
     fill_adapter(model)
     loss = trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
     loss.backward()
-    metrics = {
-        name: values[0]
-        for name, values in getattr(
-            trainer, "_stored_metrics", trainer._metrics if hasattr(trainer, "_metrics") else None
-        )["train"].items()
-    }
-    return loss.item(), metrics, gradients_of(model)
+    metrics = trainer._stored_metrics if kind == "orpo" else trainer._metrics
+    return loss.item(), {name: values[0] for name, values in metrics["train"].items()}, gradients_of(model)
 
 
 def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trainer_of_trl(kind, plain, folder, rows):
+    home, name, _, options = KINDS[kind]
+    home = import_module(home)
+    config = getattr(home, f"{name}Config")(
+        output_dir=str(folder), per_device_train_batch_size=len(rows), report_to="none", bf16=False,
+        gradient_checkpointing=False, use_cpu=True, disable_tqdm=True, max_length=256, **options,
+    )  # fmt: skip
+    return getattr(home, f"{name}Trainer")(
+        model=copy.deepcopy(plain), args=config, train_dataset=Dataset.from_list(rows),
+        processing_class=byte_tokenizer(), peft_config=lora(),
+    )  # fmt: skip
 
 
 class Gradients(TrainerCallback):
@@ -214,3 +213,46 @@ def test_no_step_waits(plain, tmp_path, monkeypatch):
         trainer.train()
         assert waits.functions
         assert not waits.functions - ON_THE_HOST
+
+
+def turns(*texts):
+    return [{"role": role, "content": x} for role, x in zip(("user", "assistant") * 2, texts, strict=False)]
+
+
+ROWS = {
+    "text": PAIRS,
+    "text without prompts": [{"chosen": "ab cd", "rejected": "ab ce f"}, {"chosen": "x", "rejected": "y z"}],
+    "turns": [{"prompt": turns("q"), "chosen": turns("", "a")[1:], "rejected": turns("", "bc")[1:]}],
+    "conversations": [
+        {"chosen": turns("q", "a", "r", "b"), "rejected": turns("q", "a", "r", "cd")},
+        {"chosen": turns("q", "a", "r", "b"), "rejected": turns("q", "x")},
+    ],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_documents_are_those_of_trl(rows, plain, tmp_path):
+    theirs = trainer_of_trl("sigmoid", plain, tmp_path, rows).train_dataset
+    for ours_of_row, row in zip(documents("dpo", rows), theirs, strict=True):
+        parts = [row[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        assert ours_of_row["input_ids"] == parts[0] + parts[1] + parts[2]
+        assert ours_of_row["parts"] == [part for part, ids in enumerate(parts) for _ in ids]
+        assert ours_of_row["labels"] == [-100] * len(parts[0]) + parts[1] + parts[2]
+
+
+def test_labelled_documents_are_those_of_trl(plain, tmp_path):
+    """With the completion before for the KL term, cut where it does not fit."""
+    rows = [{"prompt": turns(p["prompt"]), "completion": turns("", p["completion"])[1:], "label": p["label"]}
+            for p in LABELLED]  # fmt: skip
+    theirs = trainer_of_trl("kto", plain, tmp_path, rows).train_dataset
+    n_longest = max(len(row["prompt_ids"] + row["completion_ids"]) for row in theirs)
+    for document, row in zip(documents("kto", rows, n_longest), theirs, strict=True):
+        own = row["prompt_ids"] + row["completion_ids"]
+        assert document["input_ids"] == own + row["KL_completion_ids"][: n_longest - len(own)]
+        part = 1 if row["label"] else 2
+        expected = [0] * len(row["prompt_ids"]) + [part] * len(row["completion_ids"])
+        assert document["parts"] == expected + [3] * (len(document["input_ids"]) - len(own))
+        assert document["labels"] == [
+            token if 0 < of < 3 else -100
+            for token, of in zip(document["input_ids"], document["parts"], strict=True)
+        ]

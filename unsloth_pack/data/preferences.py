@@ -178,7 +178,9 @@ def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
 
 def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """Take out what both answers begin with, as TRL's `extract_prompt`: whole turns, or text."""
-    chosen, rejected = (row[name] or "" for name in _PAIR)
+    chosen, rejected = (row[name] for name in _PAIR)
+    if not all(isinstance(each, str | list) for each in (chosen, rejected)):
+        return {"prompt": ""}  # `Conversion` refuses the answers
     n = min(common_prefix(chosen, rejected), max(0, min(len(chosen), len(rejected)) - 1))
     if n and chosen[n - 1] == " ":
         n -= 1
