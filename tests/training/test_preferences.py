@@ -17,12 +17,13 @@ from device_reads import ON_THE_HOST, Reads
 from model_folder import byte_tokenizer, save_model
 from peft import LoraConfig, get_peft_model
 from trainer_runs import fill_adapter, text
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from warm import two_ranks
 
 from unsloth_pack import patch_model
 from unsloth_pack.data.preferences import preferences_of
 from unsloth_pack.data.tokenize import rows_hash
+from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss
 from unsloth_pack.packing import pack_dataset
 from unsloth_pack.patching import trainer_hooks
@@ -84,7 +85,7 @@ def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def trainer_of_trl(kind, plain, folder, rows):
+def trainer_of_trl(kind, plain, folder, rows, tokenizer=None):
     home, name, _, options = KINDS[kind]
     home = import_module(home)
     config = getattr(home, f"{name}Config")(
@@ -93,7 +94,7 @@ def trainer_of_trl(kind, plain, folder, rows):
     )  # fmt: skip
     return getattr(home, f"{name}Trainer")(
         model=copy.deepcopy(plain), args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=byte_tokenizer(), peft_config=lora(),
+        processing_class=tokenizer or byte_tokenizer(), peft_config=lora(),
     )  # fmt: skip
 
 
@@ -103,9 +104,9 @@ class Gradients(TrainerCallback):
             self.first = gradients_of(model)
 
 
-def documents(objective, rows, max_length=256):
+def documents(objective, rows, max_length=256, tokenizer=None):
     given = {"max_length": max_length, "objective": objective}
-    return preferences_of(Dataset.from_list(rows), byte_tokenizer(), **given).rows
+    return preferences_of(Dataset.from_list(rows), tokenizer or byte_tokenizer(), **given).rows
 
 
 def trainer_of(kind, plain, folder, capacity=None, batch=8, *callbacks, copies=False, processes=1, **options):
@@ -238,6 +239,17 @@ def test_documents_are_those_of_trl(rows, plain, tmp_path):
         assert ours_of_row["input_ids"] == parts[0] + parts[1] + parts[2]
         assert ours_of_row["parts"] == [part for part, ids in enumerate(parts) for _ in ids]
         assert ours_of_row["labels"] == [-100] * len(parts[0]) + parts[1] + parts[2]
+
+
+def test_an_answer_begins_where_the_tokens_of_both_differ(plain, tmp_path):
+    """Here one of them has a token together with the end of the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    rows = [{"prompt": "Sort the wor", "chosen": "ds: car", "rejected": " ds"}]
+    (row,) = trainer_of_trl("sigmoid", plain, tmp_path, rows, tokenizer).train_dataset
+    (document,) = documents("dpo", rows, tokenizer=tokenizer)
+    assert len(row["prompt_ids"]) < len(tokenizer(rows[0]["prompt"])["input_ids"])
+    assert document["input_ids"] == row["prompt_ids"] + row["chosen_ids"] + row["rejected_ids"]
+    assert document["parts"].count(0) == len(row["prompt_ids"])
 
 
 def test_labelled_documents_are_those_of_trl(plain, tmp_path):
