@@ -22,8 +22,8 @@ from transformers import (
 
 from tools.demo_tasks import base_rows, distinct, finetune_rows
 from unsloth_pack.data.tokenize import IGNORE_INDEX
-from unsloth_pack.demo import MODEL_DIR
-from unsloth_pack.demo.evaluate import Row, exact_match, messages
+from unsloth_pack.demo import MODEL_DIR, Row, messages
+from unsloth_pack.demo.evaluate import exact_match
 
 VOCAB_SIZE = 1024
 PAD, END = "<|pad|>", "<|endoftext|>"

@@ -14,7 +14,7 @@ import string
 from collections.abc import Callable, Iterator
 from random import Random
 
-from unsloth_pack.demo.evaluate import Row, user_text
+from unsloth_pack.demo import Row, user_text
 
 KINDS = {
     "animal": "cat dog cow hen owl fox ant bee rat pig yak bat elk emu ape hog ram cod eel jay mole deer "

@@ -118,7 +118,7 @@ def whole_data(folder):
 
 @table("flags, said", [
     (DEFAULTS | {"objective": "sft"}, "rollout_function is 'functions.py:repeat' and objective is 'sft'"),
-    ({"rollout_function": None}, "objective is 'rollouts', which needs another option"),
+    ({"rollout_function": None}, "objective is 'rollouts', which needs another option; give --rollout"),
     ({"rollout_function": "none.py:repeat"}, "'none.py:repeat' cannot be imported (FileNotFoundError"),
     ({"rollout_function": "functions.py:absent"}, "functions.py has no function absent; correct it"),
     ({"rollout_function": "functions.py:number"}, "functions.py has no function number; correct it"),

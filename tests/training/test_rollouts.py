@@ -13,9 +13,11 @@ from tiny import DEVICE, error, tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
+from unsloth_pack.config.options import RolloutOptions
 from unsloth_pack.data.sources import open_stream
-from unsloth_pack.data.streaming import Share
+from unsloth_pack.data.streaming import Place, Share
 from unsloth_pack.patching.deferred_logging import default_loss
+from unsloth_pack.run.rollouts import build_stream
 from unsloth_pack.training.rollouts import Generation, RolloutStream
 from unsloth_pack.training.streaming import RowStream
 
@@ -27,7 +29,8 @@ class Guesses(nn.Module):
 
     device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=256)
 
-    def generate(self, input_ids, attention_mask, max_new_tokens, num_return_sequences, **_):
+    def generate(self, input_ids, attention_mask, max_new_tokens, num_return_sequences, **options):
+        self.options = options
         shape = len(input_ids) * num_return_sequences, max_new_tokens
         return torch.cat(
             [input_ids.repeat_interleave(num_return_sequences, 0), torch.randint(64, 90, shape)], 1
@@ -111,6 +114,25 @@ def test_random_numbers_of_the_run_are_left_alone(prompts):
     first = next(rows)["input_ids"]
     assert torch.equal(torch.rand(3), wanted)
     assert (next(iter(open_rows(prompts, [])))["input_ids"] == first).all()
+
+
+@pytest.mark.parametrize("temperature", [0, 0.3])
+def test_options_reach_what_generates(temperature, prompts):
+    options = RolloutOptions(
+        rollout_function="unsloth_pack.demo.targets:correct",
+        max_new_tokens=5,
+        num_generations=2,
+        rollout_temperature=temperature,
+        generation_batch_size=6,
+    )
+    stream, seen = build_stream(options, open_stream(prompts, "train"), byte_tokenizer(), 64, 0), []
+    stream.model, stream._function = Guesses(), lambda rollout: seen.append(rollout)
+    next(stream.blocks(Place(), Share()))
+    assert [rollout.row["n"] for rollout in seen] == [0, 0, 1, 1, 2, 2]
+    assert {len(rollout.ids) for rollout in seen} == {5}
+    assert seen[0].group == seen[:2]
+    sampling = {"do_sample": True, "temperature": 0.3, "top_k": 0, "top_p": 1.0}
+    assert (sampling if temperature else {"do_sample": False}).items() <= stream.model.options.items()
 
 
 def test_counters_are_means_over_rollouts(prompts):

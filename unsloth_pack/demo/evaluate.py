@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from unsloth_pack.demo import Row, messages, pictures
+from unsloth_pack.demo import Row, messages, pictures, user_text
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ class WeightCollator:
 class LoaderOfReadyRows(DataLoader[Any]):
     """A loader that reads no batch before it is asked for, unlike accelerate's."""
 
-    def __init__(self, rows: Any, batch_size: int, collate: Callable[[list[Any]], Any], device: torch.device):
+    def __init__(self, rows: Any, batch_size: int, collate: Callable[[Any], Any], device: torch.device):
         # With a generator of its own it leaves the run's random numbers alone
         super().__init__(rows, batch_size, collate_fn=collate, generator=torch.Generator())
         self._device = device
