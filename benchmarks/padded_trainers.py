@@ -1,14 +1,22 @@
-"""DPO and GRPO on padded batches: updates of TRL's trainers over this package, plain TRL and Unsloth.
+"""DPO, GRPO and GKD on padded batches: updates of TRL's trainers over this package, plain TRL and Unsloth.
 
     python benchmarks/padded_trainers.py [--case dpo-0.5b,dpo-8b] [--peers ours,trl,unsloth] [--json PATH]
     python benchmarks/padded_trainers.py --case grpo-0.5b,grpo-8b --peers ours,whole,trl
-    python benchmarks/padded_trainers.py --case tiny,tiny-grpo --peers ours,whole,trl         on a CPU
+    python benchmarks/padded_trainers.py --case gkd-0.5b,gkd-8b --peers ours,whole,trl
+    python benchmarks/padded_trainers.py --case tiny,tiny-grpo,tiny-gkd --peers ours,whole,trl    on a CPU
 
 Lengths are drawn as those of UltraFeedback's binarized preferences: log-normal, with a long tail that
 `max_length` cuts. GRPO trains on one prompt and its answers of full length, random tokens in place of
-generated ones, so that a step is the update alone. "whole" is this package without shared prefixes. All peers
-train on the same rows, in batches padded by TRL, with LoRA on a model of random weights that is built once
-under --work. Each peer runs in a process of its own, with a time limit. --rounds interleaves them, so that a
+generated ones, so that a step is the update alone. All peers train on the same rows, in batches padded by TRL,
+with LoRA on a model of random weights that is built once under --work. "whole" is this package without shared
+prefixes. Unsloth's shared prefixes of GRPO are on, as its `UNSLOTH_GRPO_PREFIX_GROUPER` is unless set to 0.
+
+GKD learns from the base model by the forward KL of all tokens, without generation. TRL's GKDTrainer runs it as
+a second model over padded batches. Ours is DistillTrainer over packed rows of as many tokens as those batches
+have in the mean, with the adapter off; "whole" with a second model. TRL's DistillationTrainer trains on what
+it generates alone.
+
+Each peer runs in a process of its own, with a time limit. --rounds interleaves them, so that a
 drift of the machine hits all.
 
 Tokens are counted where the trainer hands a batch over, padding not counted. Seconds are the median of the
@@ -42,9 +50,10 @@ class Case:
 
     Args:
         shape: of the model, by its name in `shapes`.
-        pairs: of a chosen and a rejected reply in a batch; of GRPO answers.
+        pairs: of a chosen and a rejected reply in a batch; of GRPO answers, of GKD documents.
         max_length: tokens of a prompt and its reply at most.
-        prompt: tokens of the prompt of GRPO; 0 for DPO.
+        prompt: tokens of the prompt of GRPO; 0 for the others.
+        distils: whether it is GKD.
         checkpointing: whether every layer is recomputed.
         steps: updates of a run.
         warm: of them, the first that do not count.
@@ -57,6 +66,7 @@ class Case:
     steps: int
     warm: int
     prompt: int = 0
+    distils: bool = False
 
 
 CASES = {
@@ -64,8 +74,11 @@ CASES = {
     "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=60, warm=8),
     "grpo-0.5b": Case("qwen0.5b", 8, 1500, checkpointing=False, steps=40, warm=15, prompt=1000),
     "grpo-8b": Case("llama8b", 8, 1500, checkpointing=True, steps=20, warm=6, prompt=1000),
+    "gkd-0.5b": Case("qwen0.5b", 8, 1024, checkpointing=False, steps=60, warm=20, distils=True),
+    "gkd-8b": Case("llama8b", 4, 1024, checkpointing=True, steps=30, warm=10, distils=True),
     "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
     "tiny-grpo": Case("tiny", 8, 150, checkpointing=False, steps=8, warm=3, prompt=100),
+    "tiny-gkd": Case("tiny", 4, 128, checkpointing=False, steps=8, warm=3, distils=True),
 }
 
 
@@ -104,6 +117,13 @@ def preferences(case: Case) -> list[dict[str, str]]:
     return [next(kept) for _ in range(case.steps * case.pairs)]
 
 
+def documents(case: Case, tokenizer: Any) -> list[dict[str, list[int]]]:
+    """Prompts and their chosen replies, every token of which has a label."""
+    texts = [row["prompt"] + row["chosen"] for row in preferences(case)]
+    ids = [tokenizer(text)["input_ids"][: case.max_length] for text in texts]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
 class Rollouts:
     """Random answers to a random prompt, in place of generation."""
 
@@ -132,38 +152,63 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig
 
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     lora: dict[str, Any] = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": TARGETS}
     more: dict[str, Any] = {}
-    if peer == "trl":
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def load() -> tuple[Any, Any]:
+        if peer != "trl":
+            own = {"share_prefixes": False} if peer == "whole" else {}
+            return FastLanguageModel.from_pretrained(
+                folder, max_seq_length=case.max_length, dtype=dtype, load_in_4bit=False, **own
+            )
         has_flash = on_gpu and importlib.util.find_spec("flash_attn") is not None
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="flash_attention_2" if has_flash else "sdpa"
         )
-        model = model.to("cuda" if on_gpu else "cpu")
+        return loaded.to("cuda" if on_gpu else "cpu"), AutoTokenizer.from_pretrained(folder)
+
+    model, tokenizer = load()
+    if peer == "trl":
         more["peft_config"] = LoraConfig(**lora, task_type="CAUSAL_LM")
     else:
-        own = {"share_prefixes": False} if peer == "whole" else {}
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            folder, max_seq_length=case.max_length, dtype=dtype, load_in_4bit=False, **own
-        )
         asked = {"ours": True, "whole": True, "unsloth": "unsloth"}[peer] if case.checkpointing else False
         model = FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing=asked)
-    make, kind = (GRPOTrainer, GRPOConfig) if case.prompt else (DPOTrainer, DPOConfig)
-    own = {"max_length": case.max_length, "beta": 0.1}
-    if case.prompt:
+    make, kind = (DPOTrainer, DPOConfig)
+    rows: list[dict[str, Any]] = []
+    own: dict[str, Any] = {"max_length": case.max_length, "beta": 0.1}
+    if case.distils:
+        rows = documents(case, tokenizer)
+        if peer == "trl":
+            from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+            make, kind = GKDTrainer, GKDConfig
+            own |= {"lmbda": 0.0, "beta": 0.0}  # nothing is generated; the forward KL
+            more |= {"teacher_model": load()[0], "data_collator": DataCollatorForSeq2Seq(tokenizer)}
+        else:
+            from unsloth_pack.training.distill import DistillTrainer
+
+            make, kind = DistillTrainer, SFTConfig
+            n_tokens = sum(len(row["input_ids"]) for row in rows) // case.steps
+            own = {"max_length": max(n_tokens, case.max_length), "packing": True, "padding_free": True}
+            more |= {"kl_weight": 1.0, "ce_weight": 0.0}
+            more |= {"teacher": load()[0]} if peer == "whole" else {}
+    elif case.prompt:
+        make, kind = GRPOTrainer, GRPOConfig
+        rows = [{"prompt": "a"}] * case.steps
         answer = case.max_length - case.prompt
         own = {"num_generations": case.pairs, "max_completion_length": answer, "beta": 0.0}
         more |= {"reward_funcs": lambda completions, **_: [hash(text) % 7 / 7 for text in completions]}
         more |= {"rollout_func": Rollouts(case)}
+    else:
+        rows = preferences(case)
     config = kind(
         output_dir=str(work / f"padded-{peer}"),
-        per_device_train_batch_size=case.pairs,
+        per_device_train_batch_size=1 if own.get("packing") else case.pairs,
         gradient_accumulation_steps=1,
         max_steps=case.steps,
         learning_rate=5e-6,
@@ -181,8 +226,12 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         seed=3407,
         **own,
     )
-    rows = Dataset.from_list([{"prompt": "a"}] * case.steps if case.prompt else preferences(case))
-    trainer = make(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
+    more |= {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = make(model=model, args=config, **more)
+    if case.distils:  # a student that differs from its teacher
+        for name, weight in trainer.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.01)
     watched = Watched()
     watched.follow(trainer)
     if on_gpu:

@@ -1,6 +1,7 @@
 """What a trainer does: when each update ends, and the tokens, places and loss of each batch."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -38,7 +39,7 @@ class Watched:
         step = trainer.training_step
 
         def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(inputs, dict):  # GRPO makes its batch inside of the step
+            if isinstance(inputs, Mapping):  # GRPO makes its batch inside of the step
                 masks = [mask for name, mask in inputs.items() if name.endswith("attention_mask")]
                 whole = masks or [inputs["input_ids"]]
                 self.places.append(sum(each.numel() for each in whole))
