@@ -36,7 +36,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rope import LAYOUTS, WORKING_SET, eager_ms, graph_ms, name_of
 from torch import Tensor
 
 from unsloth_pack.attention import AttentionOptions, flash
@@ -44,7 +43,8 @@ from unsloth_pack.attention.flash import VarlenKernel
 from unsloth_pack.kernels import varlen_attention
 
 TOKENS = 32768
-# Query heads, key heads and their size: those of LAYOUTS, of Phi-3 and of Gemma 2.
+LAYOUTS = ((32, 8, 128), (14, 2, 64))  # query heads, key heads, head dim
+# The same of LAYOUTS, of Phi-3 and of Gemma 2
 HEADS = {layout[-1]: layout for layout in (*LAYOUTS, (32, 32, 96), (16, 8, 256))}
 WINDOW = 1024
 SLACK = 3.0

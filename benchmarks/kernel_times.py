@@ -26,17 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rope import (
-    MAX_SETS,
-    WORKING_SET,
-    copy_bandwidth,
-    graph_ms,
-    packed_positions,
-    plain_rope,
-    random_inputs,
-    tables,
-    timed,
-)
+from clocks import MAX_SETS, WORKING_SET, copy_bandwidth, graph_ms, timed
 from shapes import SHAPES, Shape, device_name, versions
 from torch import Tensor
 from torch.nn import functional as F
@@ -226,6 +216,40 @@ def rotary(shape: Shape) -> Iterator[Subject]:
         ours=lambda q, k: rope_qk(q, k, cos, sin, positions, qk_norm=norm),
         plain=plain_with_norm,
     )
+
+
+def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
+    def rotate_half(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def random_inputs(layout: tuple[int, int, int], tokens: int, backward: bool) -> Tensors:
+    """q, k and their gradients: `[1, H, T, D]` over memory of `[1, T, H, D]`, as projections leave them."""
+    HQ, HK, D = layout
+
+    def randn(H: int) -> Tensor:
+        return torch.randn(1, tokens, H, D, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+    q, k = randn(HQ).requires_grad_(backward), randn(HK).requires_grad_(backward)
+    return q, k, randn(HQ), randn(HK)
+
+
+def packed_positions(tokens: int) -> Tensor:
+    """Documents of 16 to 1000 tokens, the last one cut at the row's end."""
+    generator = torch.Generator().manual_seed(0)
+    positions: list[int] = []
+    while len(positions) < tokens:
+        positions += range(int(torch.randint(16, 1001, (), generator=generator)))
+    return torch.tensor(positions[:tokens], device="cuda")
+
+
+def tables(n_positions: int, D: int) -> tuple[Tensor, Tensor]:
+    frequency = 10000.0 ** -(torch.arange(0, D, 2, device="cuda", dtype=torch.float64) / D)
+    angle = torch.arange(n_positions, device="cuda")[:, None] * frequency.repeat(2)
+    return angle.cos().float(), angle.sin().float()
 
 
 def elementwise(shape: Shape) -> Iterator[Subject]:
