@@ -8,14 +8,3 @@ grouped, scaled by `scale`.
 from unsloth_pack.attention.backends import BACKENDS, attend, choose_backend, why_passed_over, why_unavailable
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.attention.sdpa import attend_dense
-
-__all__ = [
-    "BACKENDS",
-    "AttentionNeed",
-    "AttentionOptions",
-    "attend",
-    "attend_dense",
-    "choose_backend",
-    "why_passed_over",
-    "why_unavailable",
-]

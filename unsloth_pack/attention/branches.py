@@ -43,8 +43,7 @@ class BranchKeys:
             places = np.concatenate(paths)
             return cls(keys, row.upload(places), row.upload(_invert(places, row.n_tokens)))
 
-        keys: BranchKeys = row.once(("keys of branches", window), build)
-        return keys
+        return row.once(("keys of branches", window), build)
 
     def gather(self, x_NKD: Tensor) -> Tensor:
         """Return `[M, K, D]`. Gradients of copies are added in their order, in float32."""
@@ -81,5 +80,4 @@ def find_longest_path(row: PackedRow) -> int:
     def add_ancestors() -> int:
         return int((count_tokens_above(row.lengths, row.parent) + row.lengths).max())
 
-    longest: int = row.longest if row.parent is None else row.once("longest path", add_ancestors)
-    return longest
+    return row.longest if row.parent is None else row.once("longest path", add_ancestors)

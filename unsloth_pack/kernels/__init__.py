@@ -68,27 +68,3 @@ __all__ = [
     "varlen_attention",
     "xielu",
 ]
-
-__all__ += [  # for the autograd nodes of this package
-    "Fp8Columns",
-    "Fp8Rows",
-    "Gate",
-    "InnerSum",
-    "LoraOutput",
-    "LowRank",
-    "NestedScales",
-    "Scaled",
-    "dequantize_4bit",
-    "dropout",
-    "fp8_linear",
-    "fp8_linear_backward",
-    "fp8_transposed",
-    "gated_lora_",
-    "gated_lora_backward_",
-    "grouped_mm",
-    "grouped_outer",
-    "quantize_rows",
-    "routed_gate_",
-    "routed_gate_backward_",
-    "sum_of_rows",
-]

@@ -241,13 +241,12 @@ def _tiles(q: Tensor) -> Tiles:
 @functools.cache
 def _get_shared_memory(device: int) -> int:
     """Return the KiB of shared memory that a program may use."""
-    n_bytes: int = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
-    return n_bytes // 1024
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"]) // 1024
 
 
 def _padded(head_dim: int) -> int:
-    size: int = triton.next_power_of_2(head_dim)
-    return max(16, size)
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def _as_readable(x: Tensor) -> Tensor:

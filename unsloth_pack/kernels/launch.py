@@ -14,8 +14,6 @@ from torch import Tensor
 
 from unsloth_pack.errors import InputError
 
-__all__ = ["jit", "tl", "triton"]  # imported names that kernels import from here
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _R_co = TypeVar("_R_co", covariant=True)

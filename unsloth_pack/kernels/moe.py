@@ -113,8 +113,7 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
 
 
 def _choose_block(columns: int) -> int:
-    block: int = min(_BLOCK, triton.next_power_of_2(columns))
-    return block
+    return min(_BLOCK, int(triton.next_power_of_2(columns)))
 
 
 def _flatten(inner: InnerSum, gate: Gate) -> tuple[list[Tensor | float | None], list[float]]:
