@@ -13,6 +13,7 @@ from head_cases import leaves, make
 
 from unsloth_pack.kernels import TeacherHead, TopLogProbs, linear_distillation, reference
 from unsloth_pack.kernels.distillation import DIVERGENCES
+from unsloth_pack.kernels.plain import scale_and_cap
 
 pytest.importorskip("triton")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -35,7 +36,7 @@ def in_dtype(teacher, dtype):
 
 
 def store(teacher, k, temperature=1.0):
-    z = reference.scale_and_cap(
+    z = scale_and_cap(
         teacher.hidden.double() @ teacher.weight.double().t() + teacher.bias, teacher.scale, teacher.softcap
     )
     log_q, ids = (z / temperature).log_softmax(-1).topk(k)

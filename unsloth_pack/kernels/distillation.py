@@ -32,7 +32,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import Distillation, Divergence, ExtraLogits, TeacherHead, TopLogProbs
 from unsloth_pack.kernels.head import (
     HeadPass,
@@ -45,6 +44,7 @@ from unsloth_pack.kernels.head import (
     spread_gradients,
 )
 from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_fused_path, tl, wide_dtype
+from unsloth_pack.kernels.plain import complete_teacher, expect, scale_and_cap
 
 DIVERGENCES = get_args(Divergence)
 _BLOCK = 4096  # logits of each model that a program holds at a time
@@ -184,8 +184,8 @@ def _reader(
     stored_NK = TopLogProbs(*(x.reshape(-1, x.shape[-1]).index_select(0, rows) for x in teacher))
 
     def complete(logits_LV: Tensor, chunk: slice) -> tuple[Tensor, float, float | None]:
-        z_LV = reference.scale_and_cap(logits_LV, options.scale, options.softcap) / options.temperature
-        log_q_LV = reference.complete_teacher(z_LV, TopLogProbs(*(x[chunk] for x in stored_NK)))
+        z_LV = scale_and_cap(logits_LV, options.scale, options.softcap) / options.temperature
+        log_q_LV = complete_teacher(z_LV, TopLogProbs(*(x[chunk] for x in stored_NK)))
         return log_q_LV, options.temperature, None
 
     return complete
@@ -208,7 +208,7 @@ def _distill(
     teacher_scale, teacher_softcap = of_teacher
     assert teacher_scale is not None
     if not takes_fused_path(logits, teacher):
-        u = reference.scale_and_cap(teacher, teacher_scale, teacher_softcap)
+        u = scale_and_cap(teacher, teacher_scale, teacher_softcap)
         *plain, g = _distill_plainly(logits, u, labels, options)
         for score, value in zip(scores, plain, strict=True):
             score.copy_(value)
@@ -231,31 +231,26 @@ def _distill_plainly(logits: Tensor, u: Tensor, labels: Tensor, options: _Option
     """Return the four scores `[L]` and the gradient `[L, V]`: 0 where u equals z, as autograd's is not."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        z = reference.scale_and_cap(leaf, options.scale, options.softcap)
+        z = scale_and_cap(leaf, options.scale, options.softcap)
     at_one = z.detach().log_softmax(-1)
     a, b = (x.log_softmax(-1) for x in (z.detach() / options.temperature, u / options.temperature))
     p, q = a.exp(), b.exp()
-
-    def mean(weights: Tensor, values: Tensor) -> Tensor:
-        return torch.where(weights > 0, weights * values, 0).sum(-1, keepdim=True)
-
     if options.divergence == "forward_kl":
-        divergence, g = mean(q, b - a), p - q
+        divergence, g = expect(q, b - a), p - q
     elif options.divergence == "reverse_kl":
-        divergence = mean(p, a - b)
-        g = torch.where(p > 0, p * (a - b - divergence), 0)
+        divergence = expect(p, a - b)
+        g = torch.where(p > 0, p * (a - b - divergence[:, None]), 0)
     else:
         m = torch.maximum(a, b) + (0.5 + 0.5 * (-(a - b).abs()).exp()).log()
-        of_student = mean(p, a - m)
-        divergence = (of_student + mean(q, b - m)) / 2
-        g = torch.where(p > 0, p * (a - m - of_student), 0) / 2
+        of_student = expect(p, a - m)
+        divergence = (of_student + expect(q, b - m)) / 2
+        g = torch.where(p > 0, p * (a - m - of_student[:, None]), 0) / 2
     label = labels.long()[:, None]
     onehot = torch.zeros_like(p).scatter_(1, label, 1)
     g = options.kl_weight / options.temperature * g + options.ce_weight * (at_one.exp() - onehot)
     (g_logits,) = torch.autograd.grad(z, leaf, g)
-    of_label = at_one.gather(1, label)
-    scores = (-of_label, divergence, -mean(q, b), (of_label >= at_one.amax(-1, keepdim=True)).to(p.dtype))
-    return *(score[:, 0] for score in scores), g_logits
+    of_label = at_one.gather(1, label)[:, 0]
+    return -of_label, divergence, -expect(q, b), (of_label >= at_one.amax(-1)).to(p.dtype), g_logits
 
 
 @jit

@@ -38,6 +38,7 @@ from unsloth_pack.kernels.launch import (
     tl,
     triton,
 )
+from unsloth_pack.kernels.plain import dropout_scale, dropout_threshold
 
 _BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
 _WARPS = 4
@@ -315,7 +316,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
     with torch.cuda.device_of(x):
         _dropout_kernel[(n_rows * triton.cdiv(run, block),)](
             rows, seed, add_to, out, n_columns, run, stride, first_row,
-            reference.dropout_threshold(p), reference.dropout_scale(p), block,
+            dropout_threshold(p), dropout_scale(p), block,
             num_warps=max(1, block // (32 * _PER_THREAD)),
             enable_fp_fusion=False,  # the oracle rounds the scaled element before it adds
         )  # fmt: skip

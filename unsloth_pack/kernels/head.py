@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
 from unsloth_pack.kernels.launch import (
     HostCopy,
@@ -37,6 +36,7 @@ from unsloth_pack.kernels.launch import (
     tl,
     wide_dtype,
 )
+from unsloth_pack.kernels.plain import scale_and_cap, score
 
 IGNORE_INDEX = -100
 
@@ -232,7 +232,7 @@ class HeadPass:
         assert self._outputs is not None
         scale, softcap = self._options
         h_LR = self._h_NR[chunk].to(log_probs_L1.dtype)
-        z_label_L1, z_LR = (reference.scale_and_cap(x, *self._options) for x in (label_logits_L1, h_LR))
+        z_label_L1, z_LR = (scale_and_cap(x, *self._options) for x in (label_logits_L1, h_LR))
         slope_LR = scale if softcap is None else scale / (scale / softcap * h_LR).cosh().square()
         is_label_LR = torch.eq(self._labels_N[chunk, None], self._outputs)
         return (is_label_LR.to(z_LR.dtype) - (z_LR - z_label_L1 + log_probs_L1).exp()) * slope_LR
@@ -270,7 +270,7 @@ def score_plainly(
     needs_grad = any(g is not None for g in upstream)
     leaf = logits.detach().requires_grad_(needs_grad)
     with torch.set_grad_enabled(needs_grad):
-        scores = reference.score(reference.scale_and_cap(leaf, *options), labels, fields)
+        scores = score(scale_and_cap(leaf, *options), labels, fields)
     if needs_grad:
         pairs = [(x, g) for x, g in zip(scores, upstream, strict=False) if x is not None and g is not None]
         (g_logits,) = torch.autograd.grad([x for x, _ in pairs], leaf, [g for _, g in pairs])

@@ -30,6 +30,15 @@ from unsloth_pack.kernels.arguments import (
     TopLogProbs,
 )
 from unsloth_pack.kernels.launch import wide_dtype
+from unsloth_pack.kernels.plain import (
+    complete_teacher,
+    dropout_scale,
+    dropout_threshold,
+    expect,
+    philox,
+    scale_and_cap,
+    score,
+)
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
@@ -259,28 +268,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: ExtraLog
     return logits
 
 
-def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return scale * logits in float32 or wider; softcap * tanh(scale * logits / softcap) with a softcap."""
-    z = scale * logits.to(wide_dtype(logits))
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
-
-
-def score(z: Tensor, labels: Tensor, fields: Collection[Field]) -> TokenScores:
-    """Score labels `[...]` under logits `[..., V]`."""
-    log_p = z.log_softmax(-1)
-    has_no_label = labels == -100
-    scores = {"log_prob": log_p.gather(-1, labels.clamp(min=0).long()[..., None])[..., 0]}
-    if "entropy" in fields:  # 0 * -inf would be NaN
-        scores["entropy"] = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
-    if "is_top1" in fields:
-        scores["is_top1"] = z.argmax(-1) == labels
-    if "mean_logit" in fields:
-        scores["mean_logit"] = z.mean(-1)
-    if "log_sum_sq_probs" in fields:
-        scores["log_sum_sq_probs"] = (2 * log_p).logsumexp(-1)
-    return TokenScores(**{name: x.masked_fill(has_no_label, 0) for name, x in scores.items()})
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -341,7 +328,7 @@ def linear_distillation(
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         by_token = (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
     has_no_label = labels == -100
-    by_token, entropy = (x.masked_fill(has_no_label, 0) for x in (by_token, -_mean(log_q, log_q)))
+    by_token, entropy = (x.masked_fill(has_no_label, 0) for x in (by_token, -expect(log_q.exp(), log_q)))
     scores = score(z, labels, {"is_top1"})
     total = (kl_weight * by_token - ce_weight * scores.log_prob).sum()
     loss = total / ((labels != -100).sum() if num_items is None else num_items)
@@ -367,21 +354,8 @@ def linear_top_k(
     return TopLogProbs(ids.int(), log_probs.masked_fill(has_no_label, -math.inf))
 
 
-def complete_teacher(z: Tensor, stored: TopLogProbs) -> Tensor:
-    """Return log-probabilities `[.., V]`: the stored ones, and the rest as spread by logits z `[.., V]`."""
-    ids, log_q = stored.ids.long(), stored.log_probs.to(z.dtype)
-    rest = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
-    others = z.scatter(-1, ids, -math.inf)
-    return (others - others.logsumexp(-1, keepdim=True) + rest.log()).scatter_(-1, ids, log_q)
-
-
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    return _mean(log_a, log_a - log_b)
-
-
-def _mean(log_weights: Tensor, values: Tensor) -> Tensor:
-    weights = log_weights.exp()
-    return torch.where(weights > 0, weights * values, 0).sum(-1)
+    return expect(log_a.exp(), log_a - log_b)
 
 
 def dequantize_4bit(
@@ -429,31 +403,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
     (n_rows, n_columns), wide = x.shape, wide_dtype(x)
     counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]
-    words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)
+    words = torch.cat(philox(seed.view(()), counters, rows), dim=1)
     numbers = torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n_columns]
     out = torch.where(numbers >= dropout_threshold(p), x.to(wide) * dropout_scale(p), 0.0)
     return out.to(x.dtype) if add_to is None else add_to.copy_(add_to.to(wide) + out)
-
-
-def dropout_threshold(p: float) -> int:
-    """Return the least 16-bit number whose element is not dropped."""
-    return round(p * 2**16)
-
-
-def dropout_scale(p: float) -> float:
-    """Return the factor on remaining elements, 1 / (1 - p) with the rounded p; 0 if none remain."""
-    n_remaining = 2**16 - dropout_threshold(p)
-    return 2**16 / n_remaining if n_remaining else 0.0
-
-
-def _philox(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute Philox 4x32-7 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
-    low = 2**32 - 1
-    k0, k1 = key & low, key >> 32 & low
-    c0, c1 = torch.broadcast_tensors(c0, c1)
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(7):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
-        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
-    return c0, c1, c2, c3

@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import ExtraLogits, TopLogProbs
 from unsloth_pack.kernels.head import HeadPass, LabelledRows, prepare_head_inputs
 from unsloth_pack.kernels.launch import wide_dtype
+from unsloth_pack.kernels.plain import scale_and_cap
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def linear_top_k(
     labels_N = labelled.labels.reshape(-1).index_select(0, rows)
 
     def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
-        z_LV = reference.scale_and_cap(logits_LV, scale, softcap)
+        z_LV = scale_and_cap(logits_LV, scale, softcap)
         top = z_LV.topk(k)
         ids_TK[rows[chunk]] = top.indices.int()
         log_probs_TK[rows[chunk]] = top.values - z_LV.logsumexp(-1, keepdim=True)
