@@ -1,15 +1,10 @@
 """The function of the recipe `rollouts`: what the demo should have said, from where it went wrong."""
 
-from __future__ import annotations
-
 from itertools import takewhile
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from unsloth_pack.training.rollouts import Rollout
+from typing import Any
 
 
-def correct(rollout: Rollout) -> tuple[list[int], list[float]] | None:
+def correct(rollout: Any) -> tuple[list[int], list[float]] | None:
     """Keep the words that are right from the first on, append those that are missing, and end.
 
     What is kept counts a tenth. A right answer teaches nothing, and is dropped.
