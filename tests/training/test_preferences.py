@@ -82,7 +82,7 @@ def of_trl(kind, plain, folder):
 
 
 def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def trainer_of_trl(kind, plain, folder, rows, tokenizer=None):

@@ -145,12 +145,8 @@ class PreferenceMaker(SpanMaker):
         completions = [ids[start:] for ids, start in answers]
         documents = []
         for place, (number, (ids, start)) in enumerate(zip(numbers, answers, strict=True)):
-            is_good = bool(self._labels[number])
-            parts = [
-                ids[:start],
-                completions[place] if is_good else [],
-                [] if is_good else completions[place],
-            ]
+            parts: list[list[int]] = [ids[:start], [], []]
+            parts[CHOSEN if self._labels[number] else REJECTED] = completions[place]
             parts = self._checked(number, parts)
             other = completions[place - 1] if len(answers) > 1 else []
             documents.append([*parts, other[: self.max_length - len(ids)]])

@@ -25,6 +25,7 @@ from unsloth_pack.training.objective import Batch, Objective, causal_lm
 
 _CPU = torch.device("cpu")
 _MISMATCHED = "mismatched"  # of a batch: a batch of prompts with answers to others
+_REPEATED = -1  # the part of a prompt that the row has already
 Document = tuple[np.ndarray, np.ndarray]  # ids and parts
 
 
@@ -60,44 +61,32 @@ class PreferenceCollator:
         return batch
 
     def _join(self, documents: Sequence[Document], answers: Sequence[int]) -> Batch:
-        ids: list[np.ndarray] = []  # of every segment, as the next three
-        labels: list[np.ndarray] = []
-        parts: list[np.ndarray] = []  # 3 * document + part
-        parent: list[int] = []
-
-        def add(tokens: np.ndarray, of_document: np.ndarray, n_unlabelled: int, continued: int) -> None:
-            ids.append(tokens)
-            labels.append(np.where(np.arange(len(tokens)) < n_unlabelled, IGNORE_INDEX, tokens))
-            parts.append(of_document)
-            parent.append(continued)
-
-        for number, (tokens, of_document) in enumerate(documents):
-            is_prompt = of_document == PROMPT
-            prompt, own = tokens[is_prompt], [part for part in answers if (of_document == part).any()]
-            shared = self._shares and len(own) > 1 and len(prompt) > 0
-            prefix = len(ids) if shared else -1
-            if shared:
-                n_unlabelled = 1 if self._learns_prompts else len(prompt)
-                add(prompt, np.full(len(prompt), 3 * number + PROMPT), n_unlabelled, -1)
-            for part in own:
-                answer = tokens[of_document == part]
-                of_answer = np.full(len(answer), 3 * number + part)
-                if shared:
-                    add(answer, of_answer, 0, prefix)
-                    continue
-                before = np.full(len(prompt), 3 * number + PROMPT)
-                n_unlabelled = 1 if self._learns_prompts and part == CHOSEN else max(1, len(prompt))
-                whole = np.concatenate([prompt, answer]), np.concatenate([before, of_answer])
-                add(*whole, n_unlabelled, -1)
-        all_ids, all_labels, all_parts = (np.concatenate(each) for each in (ids, labels, parts))
-        n_labels = np.bincount(all_parts[all_labels != IGNORE_INDEX], minlength=3 * len(documents))
-        has_branches = any(segment >= 0 for segment in parent)
-        row = PackedRow.of_lengths(tuple(map(len, ids)), _CPU, tuple(parent) if has_branches else None)
+        segments: list[tuple[int, np.ndarray, np.ndarray, int]] = []  # document, ids, parts, parent
+        for number, (ids, parts) in enumerate(documents):
+            is_prompt = parts == PROMPT
+            own = [parts == part for part in answers if (parts == part).any()]
+            if self._shares and len(own) > 1 and is_prompt.any():
+                prefix = len(segments)
+                segments.append((number, ids[is_prompt], parts[is_prompt], -1))
+                segments += [(number, ids[answer], parts[answer], prefix) for answer in own]
+                continue
+            for answer in own:
+                whole = is_prompt | answer
+                segments.append((number, ids[whole], parts[whole], -1))
+                parts = np.where(is_prompt, _REPEATED, parts)
+        numbers, all_ids, all_parts, parent = zip(*segments, strict=True)
+        lengths, is_root = tuple(map(len, all_ids)), np.array(parent) < 0
+        row = PackedRow.of_lengths(lengths, _CPU, None if is_root.all() else parent)
+        ids, parts = np.concatenate(all_ids), np.concatenate(all_parts)
+        is_labelled = parts >= (PROMPT if self._learns_prompts else CHOSEN)
+        is_labelled[row.starts[is_root]] = False
+        of_documents = 3 * np.repeat(numbers, lengths) + np.maximum(parts, PROMPT)
+        n_labels = np.bincount(of_documents[is_labelled], minlength=3 * len(documents))
         return {
-            "input_ids": torch.from_numpy(all_ids)[None],
-            "labels": torch.from_numpy(all_labels)[None],
+            "input_ids": torch.from_numpy(ids)[None],
+            "labels": torch.from_numpy(np.where(is_labelled, ids, IGNORE_INDEX))[None],
             "packed_row": row,
-            ANSWERS: Answers(np.append(all_parts[1:], 0), n_labels.reshape(-1, 3)),
+            ANSWERS: Answers(np.append(of_documents[1:], 0), n_labels.reshape(-1, 3)),
         }
 
 
