@@ -67,10 +67,10 @@ def trainer_of(name, model, tokenizer, output, options, **more):
     if kind in WITH_REWARD:
         more["reward_funcs"] = variety
     config = getattr(home, f"{kind}Config")(
-        output_dir=str(output), max_steps=2, per_device_train_batch_size=4,
+        output_dir=str(output), max_steps=2,
         learning_rate=1e-2, optim="sgd", max_grad_norm=0.0, report_to="none", save_strategy="no", bf16=False,
         gradient_checkpointing=False, use_cpu=DEVICE == "cpu", disable_tqdm=True, logging_steps=1, seed=3,
-        **{"gradient_accumulation_steps": 2} | own | options,
+        **{"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4} | own | options,
     )  # fmt: skip
     return getattr(home, f"{kind}Trainer")(
         model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more
