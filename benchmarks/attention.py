@@ -36,6 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from clocks import WORKING_SET, eager_ms, graph_ms
 from torch import Tensor
 
 from unsloth_pack.attention import AttentionOptions, flash
@@ -215,7 +216,7 @@ def measure_kernel(name: str, layouts: list[tuple[int, int, int]]) -> Iterator[d
     for layout in layouts:
         sets = input_sets(layout)
         for case in cases():
-            row = {"kernel": name, "heads": name_of(layout), "case": case.name}
+            row = {"kernel": name, "heads": "{}q/{}kv x {}".format(*layout), "case": case.name}
             try:
                 yield row | measure(kernel, sets, case)
             except Exception as error:

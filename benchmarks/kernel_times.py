@@ -1,6 +1,7 @@
 """The speed of every kernel, compared with the limits of the device and with torch.
 
     python benchmarks/kernel_times.py [--shape qwen0.5b,llama8b] [--compiled] [--json PATH]
+    python benchmarks/kernel_times.py --shape llama8b --only distil,cross_entropy
 
 The table has one row for each kernel and direction, in bfloat16, on the inputs that a layer of the shape has
 for a packed row. Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the
@@ -15,6 +16,7 @@ those in fp8. `compiled` is the same after torch.compile.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from clocks import MAX_SETS, WORKING_SET, copy_bandwidth, graph_ms, timed
+from clocks import MAX_SETS, WORKING_SET, copy_bandwidth, eager_ms, graph_ms, timed
 from shapes import SHAPES, Shape, device_name, versions
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 EPS = 1e-6
 RANK = 16
@@ -51,6 +54,7 @@ class Subject:
         work: bytes moved or FLOP done by the forward and by the backward; None without a backward.
         ceiling: "copy", "bf16" or "fp8".
         ours, plain: take the inputs.
+        captured: whether both can be replayed from a CUDA graph; else Python's time counts.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Subject:
     inputs: Callable[[], tuple[Tensors, Tensors]]
     ours: Run
     plain: Run
+    captured: bool = True
 
 
 def main() -> int:
@@ -66,6 +71,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen0.5b,llama8b", help="one or several (default: both)")
+    parser.add_argument("--only", default="", help="rows whose names hold one of these words (default: all)")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of plain torch")
     parser.add_argument("--json", type=Path, help="also write every number here")
     args = parser.parse_args()
@@ -92,6 +98,8 @@ def main() -> int:
         )
         print(head)
         for subject in subjects(shape):
+            if not any(word in subject.name for word in args.only.split(",")):
+                continue
             for row in measure(subject, ceilings[subject.ceiling], args.compiled):
                 print_row(row)
                 report["rows"].append({"shape": name, "tokens": shape.tokens} | row)
@@ -147,9 +155,10 @@ def direction_ms(subject: Subject, path: Run) -> dict[str, float]:
     size = sum(x.numel() * x.element_size() for group in first for x in group)
     n_sets = min(MAX_SETS, max(4, -(-WORKING_SET // (2 * size))))
     sets = [first, *(subject.inputs() for _ in range(n_sets - 1))]
-    ms = {"forward": graph_ms([partial(path, *inputs) for inputs, _ in sets])}
+    clock = graph_ms if subject.captured else eager_ms
+    ms = {"forward": clock([partial(path, *inputs) for inputs, _ in sets])}
     if subject.work[1] is not None:
-        both = graph_ms([partial(forward_backward, path, *each) for each in sets])
+        both = clock([partial(forward_backward, path, *each) for each in sets])
         ms["backward"] = both - ms["forward"]
     return ms
 
@@ -178,6 +187,7 @@ def subjects(shape: Shape) -> Iterator[Subject]:
     yield from lora(shape)
     yield loss(shape)
     yield scores(shape)
+    yield from distillation(shape)
 
 
 def rotary(shape: Shape) -> Iterator[Subject]:
@@ -619,6 +629,67 @@ def scores(shape: Shape) -> Subject:
         ours=lambda hidden: forward_backward(ours, (hidden,), (upstream,)),
         plain=lambda hidden: forward_backward(plain, (hidden,), (upstream,)),
     )
+
+
+def distillation(shape: Shape) -> Iterator[Subject]:
+    """The divergence from a teacher, through two heads, or from its 64 most likely tokens.
+
+    `torch` computes chunks of rows, each again in the backward pass, or where the row says so is Liger's loss.
+    """
+    from unsloth_pack.kernels import LabelledRows, TeacherHead, TopLogProbs, linear_distillation
+
+    T, V = shape.tokens, shape.vocab
+    weight = randn(V, shape.hidden, grad=False) / shape.hidden**0.5
+    labels = torch.randint(0, V, (T,), device=DEVICE)
+    found = LabelledRows(labels)
+    assert found.count == T  # read before the capture
+    one = torch.ones((), device=DEVICE)
+    top = torch.stack([torch.randperm(V, device=DEVICE)[:64] for _ in range(64)]).repeat(T // 64, 1).int()
+    stored = TopLogProbs(top, (randn(T, 64, grad=False).float().log_softmax(-1) - 0.1).half())
+
+    def ours(divergence: str, hidden: Tensor, taught: Tensor) -> Tensor:
+        teacher = TeacherHead(taught, weight)
+        return linear_distillation(hidden, weight, found, teacher, divergence=divergence).loss
+
+    def ours_of_stored(hidden: Tensor, _: Tensor) -> Tensor:
+        return linear_distillation(hidden, weight, found, stored).loss
+
+    def plain(divergence: str, hidden: Tensor, taught: Tensor) -> Tensor:
+        def chunk(x: Tensor, y: Tensor) -> Tensor:
+            log_p, log_q = (F.linear(each, weight).float().log_softmax(-1) for each in (x, y))
+            if divergence == "forward_kl":
+                return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+            log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+            return sum(F.kl_div(log_m, each, reduction="sum", log_target=True) / 2 for each in (log_p, log_q))
+
+        parts = zip(hidden.split(1024), taught.split(1024), strict=True)
+        return (
+            sum(checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts) / T
+        )
+
+    def subject(name: str, n_gemms: int, ours: Run, plain: Run, captured: bool = True) -> Subject:
+        return Subject(
+            name=name,
+            ceiling="bf16",
+            work=(2.0 * n_gemms * T * shape.hidden * V, None),
+            inputs=lambda: ((randn(T, shape.hidden), randn(T, shape.hidden, grad=False)), ()),
+            ours=lambda x, y: forward_backward(lambda x: ours(x, y), (x,), (one,)),
+            plain=lambda x, y: forward_backward(lambda x: plain(x, y), (x,), (one,)),
+            captured=captured,
+        )
+
+    for name in ("forward_kl", "jsd"):
+        yield subject(f"distil, {name}", 3, partial(ours, name), partial(plain, name))
+    if find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import LigerFusedLinearJSD
+
+        liger_loss = LigerFusedLinearJSD(jsd_beta=0.5)
+
+        def liger(hidden: Tensor, taught: Tensor) -> Tensor:
+            return liger_loss(hidden, weight, taught, weight)
+
+        yield subject("distil, jsd, Liger", 3, partial(ours, "jsd"), liger, captured=False)
+    yield subject("distil, stored 64", 2, ours_of_stored, partial(plain, "forward_kl"))
 
 
 def randn(*size: int, grad: bool = True) -> Tensor:

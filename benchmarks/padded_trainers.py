@@ -7,17 +7,17 @@
 
 Lengths are drawn as those of UltraFeedback's binarized preferences: log-normal, with a long tail that
 `max_length` cuts. GRPO trains on one prompt and its answers of full length, random tokens in place of
-generated ones, so that a step is the update alone. All peers train on the same rows, in batches padded by TRL,
-with LoRA on a model of random weights that is built once under --work. "whole" is this package without shared
-prefixes. Unsloth's shared prefixes of GRPO are on, as its `UNSLOTH_GRPO_PREFIX_GROUPER` is unless set to 0.
+generated ones, so that a step is the update alone. All peers train on the same rows, padded by TRL, with LoRA
+on a model of random weights, built once under --work. Prompts of pairs and of answers are shared by ours, not
+by "whole". Unsloth shares those of GRPO, unless its variable UNSLOTH_GRPO_PREFIX_GROUPER is 0.
 
-GKD learns from the base model by the forward KL of all tokens, without generation. TRL's GKDTrainer runs it as
-a second model over padded batches. Ours is DistillTrainer over packed rows of as many tokens as those batches
-have in the mean, with the adapter off; "whole" with a second model. TRL's DistillationTrainer trains on what
-it generates alone.
+GKD learns from the base model by the forward KL of every token, without generation. TRL's GKDTrainer runs the
+base as a second model over padded batches. Ours is DistillTrainer over packed rows of about as many tokens,
+with the adapter off; "whole" with a second model. TRL's DistillationTrainer trains on nothing but what it
+generates.
 
-Each peer runs in a process of its own, with a time limit. --rounds interleaves them, so that a
-drift of the machine hits all.
+Each peer runs in a process of its own, with a time limit. --rounds interleaves them, so that a drift of the
+machine hits all.
 
 Tokens are counted where the trainer hands a batch over, padding not counted. Seconds are the median of the
 updates after the warm-up. Exit code 1 if a run failed; what it said is printed.
@@ -73,9 +73,9 @@ CASES = {
     "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=120, warm=40),
     "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=60, warm=8),
     "grpo-0.5b": Case("qwen0.5b", 8, 1500, checkpointing=False, steps=40, warm=15, prompt=1000),
-    "grpo-8b": Case("llama8b", 8, 1500, checkpointing=True, steps=20, warm=6, prompt=1000),
-    "gkd-0.5b": Case("qwen0.5b", 8, 1024, checkpointing=False, steps=60, warm=20, distils=True),
-    "gkd-8b": Case("llama8b", 4, 1024, checkpointing=True, steps=30, warm=10, distils=True),
+    "grpo-8b": Case("llama8b", 8, 1500, checkpointing=True, steps=14, warm=6, prompt=1000),
+    "gkd-0.5b": Case("qwen0.5b", 8, 1024, checkpointing=False, steps=40, warm=15, distils=True),
+    "gkd-8b": Case("llama8b", 4, 1024, checkpointing=True, steps=20, warm=8, distils=True),
     "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
     "tiny-grpo": Case("tiny", 8, 150, checkpointing=False, steps=8, warm=3, prompt=100),
     "tiny-gkd": Case("tiny", 4, 128, checkpointing=False, steps=8, warm=3, distils=True),
