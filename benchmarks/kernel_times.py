@@ -634,7 +634,8 @@ def scores(shape: Shape) -> Subject:
 def distillation(shape: Shape) -> Iterator[Subject]:
     """The divergence from a teacher, through two heads, or from its 64 most likely tokens.
 
-    `torch` computes chunks of rows, each again in the backward pass, or where the row says so is Liger's loss.
+    `torch` computes chunks of rows, each again in the backward pass; where the row names it, Liger's loss.
+    It has the teacher's whole head also where ours has stored tokens.
     """
     from unsloth_pack.kernels import LabelledRows, TeacherHead, TopLogProbs, linear_distillation
 
