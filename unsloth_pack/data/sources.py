@@ -16,7 +16,7 @@ from unsloth_pack.data.files import SUFFIXES, kind_of, read_files
 from unsloth_pack.data.rows import ColumnMapping
 from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource
 from unsloth_pack.data.text_files import plain_name
-from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE, preferences
+from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,11 +81,15 @@ def _find_local(dataset: str, split: str) -> list[Path] | datasets.Dataset | Non
 
         _check_split("vision-demo", split, [*SPLITS])
         return datasets.Dataset.from_list(dense_rows(split))
-    if dataset in preferences.BUNDLED:
+    if dataset in ("demo-preferences", "demo-feedback"):
         import datasets
 
+        from unsloth_pack.demo import preferences
+
         _check_split(dataset, split, [*preferences.SPLITS])
-        return datasets.Dataset.from_list(preferences.BUNDLED[dataset](split))
+        is_paired = dataset == "demo-preferences"
+        make_rows = preferences.preference_rows if is_paired else preferences.feedback_rows
+        return datasets.Dataset.from_list(make_rows(split))
     if dataset == "demo":
         _check_split(dataset, split, list(_DEMO_FILES))
         return [_DEMO_FILES[split]]

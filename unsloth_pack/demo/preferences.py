@@ -1,7 +1,6 @@
 """The demo's preferences: answers to its commands, and answers to other ones. Nothing is stored."""
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -25,9 +24,3 @@ def feedback_rows(split: str) -> list[dict[str, Any]]:
         for number, row in enumerate(preference_rows(split))
         for is_good in [number % 2 == 0]
     ]
-
-
-BUNDLED: dict[str, Callable[[str], list[dict[str, Any]]]] = {
-    "demo-preferences": preference_rows,
-    "demo-feedback": feedback_rows,
-}
