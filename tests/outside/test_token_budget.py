@@ -45,6 +45,21 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
+def ragged(generate):
+    """Answers of 1 to 8 tokens, which a random model never ends by itself."""
+
+    def generate_and_cut(inputs):
+        outputs = generate(inputs)
+        mask = outputs["completion_mask"]
+        lengths = 1 + 3 * torch.arange(len(mask), device=mask.device) % mask.shape[1]
+        outputs["completion_mask"] = mask * (
+            torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+        )
+        return outputs
+
+    return generate_and_cut
+
+
 def runs(loss_type, folder, tokenizer, output):
     """The logs and watches of two runs, whole and cut."""
     options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "loss_type": loss_type}
@@ -53,6 +68,7 @@ def runs(loss_type, folder, tokenizer, output):
         patch_model(model)
         watch = Watch(model)
         trainer = trainer_of("GRPO", model, tokenizer, output, options | CASES[loss_type], callbacks=[watch])
+        trainer._generate_and_score_completions = ragged(trainer._generate_and_score_completions)
         if budget is not None:
             limit_tokens(trainer, budget)
         yield logged(trainer), watch

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def correct(rollout: Any) -> tuple[list[int], list[float]] | None:
-    """Keep the words that are right from the first on, append those that are missing, and end.
+    """Keep the words of a `Rollout` that are right from the first on, append what is missing, and end.
 
     What is kept counts a tenth. A right answer teaches nothing, and is dropped.
     """
