@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from unsloth_pack.attention import flash, sdpa, triton_varlen
-from unsloth_pack.attention.branches import BranchKeys
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
 from unsloth_pack.packed_row.images import BlockRows
@@ -40,8 +39,7 @@ class Backend:
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
     needs_trial: bool = True  # a tiny step must show that it runs: its package may be built for another torch
     takes_other_v: bool = False  # v may have another head size than q and k; otherwise zeros pad the smaller
-    # `attend` takes a row that branches. Otherwise it takes the causal `keys` of each segment, another row
-    takes_branches: bool = False
+    takes_branches: bool = False  # `attend` takes a row that branches
     # `attend` takes `keys`, another row: a segment of queries attends to the segment in its place there
     takes_other_keys: bool = False
 
@@ -92,12 +90,10 @@ def attend(
     """
     need = _read_need(q_NHD, v_NKV, options)
     name, _ = choose_backend(backend, need)
-    if row.parent is None or BACKENDS[name].takes_branches:
-        out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
-    else:
-        keys = BranchKeys.from_row(row, options.window)
-        k_MKD, v_MKV = keys.gather(k_NKD), keys.gather(v_NKV)
-        out_NHV = _run(BACKENDS[name], q_NHD, k_MKD, v_MKV, row, options, sinks_H=sinks_H, keys=keys.row)
+    if row.parent is not None and not BACKENDS[name].takes_branches:
+        able = (other for other in BACKENDS if BACKENDS[other].takes_branches)
+        name = next(other for other in able if why_unavailable(other, need) is None)  # sdpa takes any
+    out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
     if not len(row.blocks):
         return out_NHV
     return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)

@@ -202,18 +202,12 @@ def why_no_xformers(need: AttentionNeed) -> str | None:
 
 
 def attend_by_xformers(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    row: PackedRow,
-    options: AttentionOptions,
-    keys: PackedRow | None = None,
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
 ) -> Tensor:
     from xformers import ops
 
     refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel
-    build = partial(_block_diagonal_mask, row, options, keys)
-    bias = row.once(("xformers", options.window, options.causal), build)
+    bias = row.once(("xformers", options.window, options.causal), partial(_block_diagonal_mask, row, options))
     groups = q_NHD.shape[1] // k_NKD.shape[1]
     # Its backward pass does not take grouped heads
     k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
@@ -223,21 +217,10 @@ def attend_by_xformers(
     return out_1NHD[0]
 
 
-def _block_diagonal_mask(row: PackedRow, options: AttentionOptions, keys: PackedRow | None) -> object:
-    """Build xformers' mask; the last query of a segment faces the last of other keys."""
-    from xformers.ops.fmha.attn_bias import (
-        BlockDiagonalCausalFromBottomRightMask,
-        BlockDiagonalCausalMask,
-        BlockDiagonalMask,
-    )
+def _block_diagonal_mask(row: PackedRow, options: AttentionOptions) -> object:
+    """Build xformers' mask."""
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask, BlockDiagonalMask
 
-    if keys is not None:
-        kind, lengths = BlockDiagonalCausalFromBottomRightMask, [list(row.lengths), list(keys.lengths)]
-    else:
-        kind, lengths = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask, [list(row.lengths)]
-    mask = kind.from_seqlens(*lengths, device=row.device)
-    if options.window is None:
-        return mask
-    if keys is not None:  # the other method aligns the first query with the first key
-        return mask.make_local_attention_from_bottomright(options.window)
-    return mask.make_local_attention(options.window)
+    kind = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask
+    mask = kind.from_seqlens(list(row.lengths), device=row.device)
+    return mask if options.window is None else mask.make_local_attention(options.window)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.attention import flash
-from unsloth_pack.attention.branches import find_longest_path
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.kernels import launch, varlen_attention
 from unsloth_pack.kernels.attention import MAX_HEAD_DIM
@@ -58,7 +57,8 @@ def attend(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     # One compilation then serves layers with and without a window
-    window = None if options.window is None or options.window >= find_longest_path(row) else options.window
+    longest = row.longest if row.parent is None else row.n_tokens
+    window = None if options.window is None or options.window >= longest else options.window
     return varlen_attention(
         *(q_NHD, k_NKD, v_NKD, row.cu_seqlens, options.scale),
         window=window,
