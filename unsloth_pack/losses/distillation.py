@@ -1,6 +1,6 @@
 """Learn from a teacher beside the labels: the base model, another model, or what one stored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import Distillation, TeacherHead, TopLogProbs
+from unsloth_pack.kernels import TeacherHead, TopLogProbs
 from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.losses.head import LabelledHead, Loss
 from unsloth_pack.losses.prepared import StepInputs
@@ -54,7 +54,8 @@ class DistillationLoss:
     Args: as for `linear_distillation`.
 
     Attributes:
-        scores, counted: of the last step, by token; whether it predicts a label.
+        values: of the last step, `[B, T]` each, without gradient: `token_count`, 1 at a label, and the parts
+            by the names under which they are logged.
     """
 
     teacher: Teacher
@@ -62,8 +63,7 @@ class DistillationLoss:
     kl_weight: float = 0.1
     ce_weight: float = 1.0
     temperature: float = 1.0
-    scores: Distillation | None = field(default=None, init=False)
-    counted: Tensor | None = field(default=None, init=False)
+    values: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def prepare(self, inputs: StepInputs) -> Loss:
         """Run the teacher."""
@@ -87,5 +87,18 @@ class DistillationLoss:
             temperature=self.temperature,
             num_items=divisor,
         )
-        self.counted, self.scores = labelled.mask, result._replace(loss=result.loss.detach())
+        self.values = {
+            "token_count": labelled.mask,
+            "sft_loss": result.cross_entropy,
+            "kl_loss": result.divergence,
+            "teacher_entropy": result.teacher_entropy,
+            "token_accuracy": result.is_top1,
+        }
         return result.loss
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return what is logged, `loss` among it, from sums of `values` over tokens."""
+        n_labels = sums["token_count"]
+        means = {name: total / max(n_labels, 1) for name, total in sums.items()}
+        loss = self.ce_weight * means["sft_loss"] + self.kl_weight * means["kl_loss"]
+        return means | {"loss": loss, "token_count": n_labels}

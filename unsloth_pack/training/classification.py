@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, Trainer
 from trl import SFTTrainer
 
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.training.document_losses import DocumentLosses
+from unsloth_pack.training.document_losses import DocumentLosses, Values
 from unsloth_pack.training.trainer import RunTrainer
 
 _CPU = torch.device("cpu")
@@ -28,18 +27,11 @@ class LabelledRowCollator:
         return {"input_ids": ids[None], "labels": labels[row.last_tokens], "packed_row": row}
 
 
-class DocumentAnswers(DocumentLosses):
-    """The loss of every document of one evaluation, and whether its class was found."""
-
-    def _of_batch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return `[2, documents]` float64."""
-        logits, labels = outputs.logits.double(), inputs["labels"]
-        is_right = logits.argmax(dim=1) == labels
-        return torch.stack([F.cross_entropy(logits, labels, reduction="none"), is_right.double()])
-
-    def _means_of(self, by_document: Tensor, prefix: str) -> dict[str, float]:
-        loss, accuracy = by_document.mean(dim=1).tolist()
-        return {f"{prefix}_loss": loss, f"{prefix}_accuracy": accuracy}
+def _read_answers(outputs: Any, inputs: dict[str, Any]) -> Values:
+    """Return the loss of every document, and whether its class was found."""
+    logits, labels = outputs.logits.double(), inputs["labels"]
+    is_right = logits.argmax(dim=1) == labels
+    return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": is_right.double()}
 
 
 class _ModelsOwnLoss(SFTTrainer):
@@ -60,5 +52,5 @@ class ClassificationTrainer(RunTrainer, _ModelsOwnLoss):
         for name in ("generation_config", "forward"):  # of TRL, for a language model's head
             own.pop(name, None)
 
-    def losses_of_evaluation(self) -> DocumentAnswers:
-        return DocumentAnswers()
+    def losses_of_evaluation(self) -> DocumentLosses:
+        return DocumentLosses(_read_answers, lambda values: {n: float(x.mean()) for n, x in values.items()})

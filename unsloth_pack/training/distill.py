@@ -10,7 +10,6 @@ Logged beside the loss, in nats a token, over all processes: `sft_loss`, `kl_los
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,12 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
-from unsloth_pack.losses.head import count_head_outputs, why_head_not_fused, why_loss_not_fused
-from unsloth_pack.training.document_losses import DocumentLosses
+from unsloth_pack.losses.head import count_head_outputs, why_loss_not_fused
+from unsloth_pack.training.document_losses import DocumentLosses, Values, losses_of_tokens
 from unsloth_pack.training.notebooks import SFTTrainer
 from unsloth_pack.training.objective import Objective, causal_lm
 
 BASE, INIT_ADAPTER, STORED = "base", "init_adapter", "stored"
-PARTS = ("sft_loss", "kl_loss", "teacher_entropy", "token_accuracy")
 _N_LINES = 8  # of the log, that a jump is judged by
 _JUMP, _LEAST = 3.0, 0.1  # times the greatest of them; nats a token
 
@@ -42,16 +40,12 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
             "stored" what batches hold, see `TeacherCollator`. Or another patched model, which is frozen.
 
     Raises:
-        InputError: the model has no base, the other model has other outputs, or a head only computes logits.
+        InputError: the model has no base, the other has other outputs, or a head only computes logits.
     """
     student = causal_lm(model)
     if why := why_loss_not_fused(student):
         raise InputError(f"a distillation computes no logits of its own: {why}; change that")
     if teacher == BASE:
-        if not hasattr(model, "peft_config"):
-            raise InputError(
-                "teacher is 'base', and all of the model trains; give another model, or an adapter"
-            )
         if name := name_trained_in_place(model):
             raise InputError(
                 f"teacher is 'base', and {name} of it trains; give another model, or do not train it"
@@ -67,8 +61,6 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
         raise InputError(
             f"the teacher has {theirs} outputs, the model {ours}; take a teacher of its vocabulary"
         )
-    if why := why_head_not_fused(other):
-        raise InputError(f"the teacher's logits would take much memory: {why}; load it in another way")
     other.requires_grad_(False).eval()
     return partial(model_teacher, model=other)
 
@@ -78,34 +70,13 @@ class Distillation(Objective):
 
     def __init__(self, trainer: Any, loss: DistillationLoss):
         super().__init__(trainer, loss)
-        self.loss = loss
         self._divergences: deque[float] = deque(maxlen=_N_LINES)  # of the last lines
 
-    def scores(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `[B, T]` of the last micro-batch: whether a token predicts a label, and parts by name."""
-        scores, counted = self.loss.scores, self.loss.counted
-        assert scores is not None
-        assert counted is not None
-        parts = (scores.cross_entropy, scores.divergence, scores.teacher_entropy, scores.is_top1)
-        return counted, dict(zip(PARTS, parts, strict=True))
-
-    def sums(self) -> list[Tensor]:
-        counted, parts = self.scores()
-        return [counted.sum(), *(part.sum() for part in parts.values())]
-
-    def means(self, sums: Sequence[float]) -> dict[str, float]:
-        n_labels, *parts = sums
-        means = {name: part / max(n_labels, 1) for name, part in zip(PARTS, parts, strict=True)}
-        return means | {"token_count": n_labels}
-
     def losses_of_evaluation(self) -> DocumentLosses:
-        return DocumentLosses(self._document_scores)
+        def read(_: object) -> Values:  # the last token predicts none
+            return {name: x[:, :-1] for name, x in self.loss.values.items()}
 
-    def _document_scores(self, _: object) -> dict[str, Tensor]:
-        """Return `[B, T - 1]` by name, for `DocumentLosses`."""
-        counted, parts = self.scores()
-        loss = self.loss.ce_weight * parts["sft_loss"] + self.loss.kl_weight * parts["kl_loss"]
-        return {name: x[:, :-1] for name, x in {"counted": counted, "loss": loss, **parts}.items()}
+        return losses_of_tokens(read, self.loss.means)
 
     def put_metrics(self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
         super().put_metrics(trainer, metrics, sums, n_tokens)

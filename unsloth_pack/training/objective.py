@@ -1,8 +1,8 @@
-"""The objective of a trainer: it computes the loss of its batches by a `PreparedLoss`, and logs the parts."""
+"""The objective of a trainer: it computes the loss of its batches, and logs the parts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,24 @@ def causal_lm(model: Any) -> FastCausalLM:
     return base
 
 
+class LossOfParts(PreparedLoss, Protocol):
+    """A `PreparedLoss` whose parts are logged."""
+
+    values: dict[str, Tensor]  # of the last step: numbers to add up, by token or by document
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return what is logged, `loss` among it, from sums of `values`."""
+
+
 class Objective(ABC):
     """Computes the loss of a trainer's batches, and logs its parts without waiting for the device."""
 
-    def __init__(self, trainer: Any, loss: PreparedLoss):
-        self._loss = loss
+    def __init__(self, trainer: Any, loss: LossOfParts):
+        self.loss = loss
         self._model = causal_lm(trainer.model)
         self._trainer = trainer
         self._evaluated = torch.zeros(1)  # sums over the batches of an evaluation
         logging_of(trainer).put_metrics = self.put_metrics
-
-    @abstractmethod
-    def sums(self) -> list[Tensor]:
-        """Return numbers of the last micro-batch that add up over micro-batches and processes."""
-
-    @abstractmethod
-    def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return what is logged beside the loss, from such sums."""
 
     @abstractmethod
     def losses_of_evaluation(self) -> DocumentLosses:
@@ -56,7 +57,7 @@ class Objective(ABC):
 
     def run(self, model: nn.Module, inputs: Batch, **options: object) -> Any:
         """Run the model with the objective's loss."""
-        before, self._model.training_loss = self._model.training_loss, self._loss
+        before, self._model.training_loss = self._model.training_loss, self.loss
         try:
             return model(**inputs | {"use_cache": False}, **options)
         finally:
@@ -74,15 +75,16 @@ class Objective(ABC):
         loss = outputs.loss
         if num_items is not None and trainer.args.average_tokens_across_devices:
             loss = loss * trainer.accelerator.num_processes
+        sums = [x.sum() for x in self.loss.values.values()]
         if model.training:
-            logging_of(trainer).add_sums(trainer, self.sums(), inputs)
+            logging_of(trainer).add_sums(trainer, sums, inputs)
         elif not logging_of(trainer).is_of_run:
-            self._add_evaluated(torch.stack([x.double() for x in self.sums()]))
+            self._add_evaluated(torch.stack([x.double() for x in sums]))
         return loss, outputs
 
     def put_metrics(self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
         """Append the means over `[processes, micro-batches, sums]` to TRL's metrics."""
-        metrics |= {name: [mean] for name, mean in self.means(sums.sum(dim=(0, 1)).tolist()).items()}
+        metrics |= self._means(sums.sum(dim=(0, 1)))
         trainer._total_train_tokens += n_tokens
         metrics["num_tokens"] = [trainer._total_train_tokens]
 
@@ -91,4 +93,9 @@ class Objective(ABC):
         metrics = self._trainer._metrics["eval"]
         gathered = self._trainer.accelerator.gather_for_metrics(sums[None]).sum(0)
         self._evaluated = gathered + (self._evaluated if metrics else 0)
-        metrics |= {name: [mean] for name, mean in self.means(self._evaluated.tolist()).items()}
+        metrics |= self._means(self._evaluated)
+
+    def _means(self, sums: Tensor) -> dict[str, list[float]]:
+        """Return what is logged beside the loss, as TRL's metrics."""
+        means = self.loss.means(dict(zip(self.loss.values, sums.tolist(), strict=True)))
+        return {name: [mean] for name, mean in means.items() if name != "loss"}

@@ -20,7 +20,7 @@ from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.preferences import ANSWERS, Answers, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
-from unsloth_pack.training.document_losses import DocumentLosses
+from unsloth_pack.training.document_losses import DocumentLosses, Means, Values
 from unsloth_pack.training.objective import Batch, Objective, causal_lm
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def make_reference(model: Any, copies: bool = False) -> Callable[[], AbstractCon
     adapter is not new, and where weights train that are not an adapter's.
     """
     base = causal_lm(model)
-    if copies or not hasattr(model, "peft_config") or name_trained_in_place(model) is not None:
+    if copies or name_trained_in_place(model) is not None:
         return FrozenCopy(base).in_place
     return partial(base_model, base)
 
@@ -101,7 +101,6 @@ class Preferences(Objective):
 
     def __init__(self, trainer: Any, loss: PreferenceLoss):
         super().__init__(trainer, loss)
-        self.loss = loss
         decoder = self._model.fast_decoder
         trainer.args.remove_unused_columns = False  # TRL does not know the column of parts
         # NEFTune's noise depends on the length of a document
@@ -153,29 +152,8 @@ class Preferences(Objective):
             total += torch.stack([loss.values["ratio"].sum(), loss.values["n_chosen"].sum()])
         return total
 
-    def sums(self) -> list[Tensor]:
-        return [value.sum() for value in self.loss.values.values()]
-
-    def means(self, sums: Sequence[float]) -> dict[str, float]:
-        means = self.loss.means(dict(zip(self.loss.values, sums, strict=True)))
-        means.pop("loss")
-        return means
-
     def losses_of_evaluation(self) -> DocumentLosses:
-        return _PreferencesOfDocuments(self.loss)
+        def mean(values: Values) -> Means:
+            return self.loss.means({name: float(x.sum()) for name, x in values.items()})
 
-
-class _PreferencesOfDocuments(DocumentLosses):
-    """The values of every document of one evaluation."""
-
-    def __init__(self, loss: PreferenceLoss):
-        super().__init__()
-        self._loss = loss
-
-    def _of_batch(self, outputs: object, inputs: object) -> Tensor:
-        """Return `[values, documents]` float64."""
-        return torch.stack([*self._loss.values.values()])
-
-    def _means_of(self, by_document: Tensor, prefix: str) -> dict[str, float]:
-        sums = dict(zip(self._loss.values, by_document.sum(dim=1).tolist(), strict=True))
-        return {f"{prefix}_{name}": mean for name, mean in self._loss.means(sums).items()}
+        return DocumentLosses(lambda *_: self.loss.values, mean)

@@ -30,7 +30,7 @@ from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
-from unsloth_pack.training.document_losses import DocumentLosses
+from unsloth_pack.training.document_losses import DocumentLosses, losses_of_tokens
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
@@ -326,7 +326,7 @@ class RunTrainer(SFTTrainer):
 
     def losses_of_evaluation(self) -> DocumentLosses:
         """Return what records the losses of one evaluation."""
-        return DocumentLosses() if self.objective is None else self.objective.losses_of_evaluation()
+        return losses_of_tokens() if self.objective is None else self.objective.losses_of_evaluation()
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()
