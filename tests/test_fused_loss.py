@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import head as chunked_head
 from unsloth_pack.losses.head import LossOutput
 
@@ -118,10 +117,6 @@ def test_labels_that_are_shifted_already_or_marked_otherwise():
     for more in ({"shift_labels": shifted}, {"ignore_index": 7, "labels": other}):
         given = {**inputs, **more}
         assert_same_step(step(patched(), given), step(through_logits(patched()), given))
-    with pytest.raises(
-        InputError, match="labels and shift_labels contradict each other; leave shift_labels out"
-    ):
-        step(patched(), {**inputs, "shift_labels": inputs["labels"]})
 
 
 def test_shifted_labels_are_masked_at_boundaries_too():

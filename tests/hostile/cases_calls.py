@@ -104,13 +104,6 @@ CALLS = [
         labels=torch.full((1, T), 99_999),
     ),
     forward(
-        "shifted labels of another row",
-        "labels and shift_labels contradict each other",
-        packed_seq_lengths=[5, 7],
-        labels=torch.arange(T)[None],
-        shift_labels=torch.arange(T)[None],
-    ),
-    forward(
         "a packed row of other tokens",
         r"packed_row describes \[1, 9\] tokens",
         packed_row=PackedRow.of_lengths((4, 5), torch.device("cpu")),

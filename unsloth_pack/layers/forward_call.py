@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("unsloth_pack")
 _REMEDY = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
+_MAY_BE_COUNTED = (
+    "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
+    "it divides by too many; %s"
+)
 # Where a model stores the forward set around this one, and the request of a trainer of TRL's
 _WRAPPER, _TRL_HEAD = "unsloth_pack_wrapper", "unsloth_pack_trl_head"
 SLOT_ATTRIBUTES = (_WRAPPER, _TRL_HEAD)
@@ -240,12 +244,31 @@ class StepLabels:
         return {name: value for name, value in arguments.items() if value is not None}
 
     def watch(self, logits: Tensor) -> None:
-        """Watch the logits' gradient: the caller may compute a loss from them, with its own labels."""
-        if self._row is None or not (logits.requires_grad and self._model.training):
+        """Detect labels at document starts that a loss outside the model trains on `[B, T, V]`.
+
+        Logits without a label get no gradient, so one at the last token of a document shows that the next
+        document's first token is trained. It is refused where the caller says how many labels it has, as
+        `Trainer` does even when it keeps the labels. Else it causes a warning: a loss without labels may have
+        it.
+        """
+        row = self._row
+        if row is None or not (
+            logits.requires_grad and self._model.training and len(row.places_before_others)
+        ):
             return
         is_counted = self.num_items is not None and self.labels is None
-        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_check()):
-            watch_gradient(self._row, logits, is_counted)
+        if logits.shape[:-1] != row.shape or not (is_counted or self._is_first_check()):
+            return
+        places = row.upload(row.places_before_others)
+
+        def look(grad: Tensor) -> None:
+            if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):
+                return
+            if is_counted:
+                raise InputError(f"a loss outside of the model trains labels at document starts; {_REMEDY}")
+            logger.warning("a loss outside of the model trains labels at document starts; %s", _REMEDY)
+
+        logits.register_hook(look)
 
     def _is_first_check(self) -> bool:
         """Return whether uncounted labels were never checked: on a device each check waits."""
@@ -259,13 +282,13 @@ class StepLabels:
         if counted is not None and self.num_items is not None:
             call.checks += refuse_counted_labels(row, counted, is_shifted, ignore_index)
         elif from_trl and self.labels is not None and self._model.training and self._is_first_check():
-            warn_of_counted_labels(row, self.labels, ignore_index)
+            count = int(_count_unscored(row, self.labels, False, ignore_index))  # waits for the device
+            if count:
+                logger.warning(_MAY_BE_COUNTED, count, _REMEDY)
         if self.labels is not None:
             self.labels = row.mask_labels(self.labels, self.ignore_index)
         if self.shift_labels is not None:
             self.shift_labels = row.mask_labels(self.shift_labels, self.ignore_index, is_shifted=True)
-            if self.labels is not None:
-                call.checks += refuse_contradicting_labels(self.labels, self.shift_labels, ignore_index)
 
 
 def check_labels(
@@ -313,52 +336,7 @@ def refuse_counted_labels(
     return DeferredCheck.start(_count_unscored(row, labels, is_shifted, ignore_index), message + _REMEDY)
 
 
-def warn_of_counted_labels(row: PackedRow, labels: Tensor, ignore_index: int) -> None:
-    """Warn of such labels where a trainer may have counted them; waits for the device."""
-    if count := int(_count_unscored(row, labels, False, ignore_index)):
-        logger.warning(
-            "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
-            "it divides by too many; %s",
-            count,
-            _REMEDY,
-        )
-
-
 def _count_unscored(row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int) -> Tensor:
     places = row.places_before_unscored if is_shifted else row.predicted_unscored
     on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
     return (labels.to(row.device).reshape(-1).index_select(0, on_device) != ignore_index).sum()
-
-
-def refuse_contradicting_labels(
-    labels: Tensor, shift_labels: Tensor, ignore_index: int
-) -> list[DeferredCheck]:
-    """Refuse `labels` and `shift_labels` `[B, T]`, both masked, that differ: which one counts is unclear."""
-    shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].to(shift_labels.device)
-    message = "labels and shift_labels contradict each other; leave shift_labels out"
-    return DeferredCheck.start((shifted != shift_labels).any(), message)
-
-
-def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
-    """Detect labels at document starts that a loss outside the model trains, in its backward pass.
-
-    Logits without a label get no gradient, so a gradient at the last token of a document shows that the next
-    document's first token is trained.
-
-    Args:
-        logits: `[B, T, V]`, which require a gradient.
-        is_counted: the caller says how many labels it has, as `Trainer` does even when it keeps the labels.
-            Then such a gradient is refused, else it causes a warning: a loss without labels may have it.
-    """
-    if not len(row.places_before_others):
-        return
-    places = row.upload(row.places_before_others)
-
-    def look(grad: Tensor) -> None:
-        if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):
-            return
-        if is_counted:
-            raise InputError(f"a loss outside of the model trains labels at document starts; {_REMEDY}")
-        logger.warning("a loss outside of the model trains labels at document starts; %s", _REMEDY)
-
-    logits.register_hook(look)

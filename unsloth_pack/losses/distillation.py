@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import TeacherHead, TopLogProbs
+from unsloth_pack.kernels import TeacherHead, TopLogProbs, linear_distillation
 from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.losses.head import LabelledHead, Loss
 from unsloth_pack.losses.prepared import StepInputs
@@ -27,7 +27,7 @@ def model_teacher(
     """Run a patched model, or the one that trains, on the row of a step inside a context: a `Teacher`."""
     with within():
         labelled, hidden_BTC = inputs.run(inputs.model if model is None else model)
-        return labelled.as_teacher(hidden_BTC)
+        return labelled.call(lambda x, weight, _, **head: TeacherHead(x, weight, **head), hidden_BTC)
 
 
 def stored_teacher(inputs: StepInputs) -> TopLogProbs:
@@ -78,9 +78,10 @@ class DistillationLoss:
         num_items: Tensor | float | None,
     ) -> Tensor:
         divisor = labelled.mask.sum().clamp(min=1) if num_items is None else num_items
-        result = labelled.distil(
+        result = labelled.call(
+            linear_distillation,
             hidden_BTC,
-            teacher,
+            teacher=teacher,
             divergence=self.divergence,
             kl_weight=self.kl_weight,
             ce_weight=self.ce_weight,

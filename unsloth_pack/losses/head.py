@@ -38,15 +38,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import (
-    Distillation,
     ExtraLogits,
     LabelledRows,
-    TeacherHead,
     TokenScores,
-    TopLogProbs,
     linear_cross_entropy,
-    linear_distillation,
-    linear_top_k,
     token_scores,
 )
 from unsloth_pack.kernels.arguments import Field
@@ -106,15 +101,11 @@ class LabelledHead:
 
     def scores(self, hidden_BTC: Tensor, fields: Collection[Field] = ()) -> TokenScores:
         """Score each label, `[B, T]`: its log-probability, differentiable, and what `fields` name."""
-        return self._call(token_scores, hidden_BTC, fields=fields)
+        return self.call(token_scores, hidden_BTC, fields=fields)
 
     def cross_entropy(self, hidden_BTC: Tensor, num_items: Tensor | float | None) -> Tensor:
         """Sum minus the log-probabilities, over `num_items` or else over the number of labels."""
-        return self._call(linear_cross_entropy, hidden_BTC, num_items=num_items)
-
-    def distil(self, hidden_BTC: Tensor, teacher: TeacherHead | TopLogProbs, **options: Any) -> Distillation:
-        """Compare with a teacher's predictions for the same tokens, see `linear_distillation`."""
-        return self._call(linear_distillation, hidden_BTC, teacher=teacher, **options)
+        return self.call(linear_cross_entropy, hidden_BTC, num_items=num_items)
 
     def with_head(self, head: Head) -> "LabelledHead":
         """Return another model's head with the same labels."""
@@ -122,15 +113,8 @@ class LabelledHead:
         other.head = head
         return other
 
-    def as_teacher(self, hidden_BTC: Tensor) -> TeacherHead:
-        """Return the head with hidden states as a teacher."""
-        return self._call(_teacher_head, hidden_BTC)
-
-    def top_k(self, hidden_BTC: Tensor, k: int) -> TopLogProbs:
-        """Find the k most likely tokens of each place with a label, `[B, T, K]`."""
-        return self._call(linear_top_k, hidden_BTC, k=k)
-
-    def _call(self, kernel: Callable[..., T], hidden_BTC: Tensor, **options: object) -> T:
+    def call(self, kernel: Callable[..., T], hidden_BTC: Tensor, **options: object) -> T:
+        """Call a kernel that takes hidden states, a head and labels."""
         head = self.head
         hidden_BTC = hidden_BTC.to(head.weight.device)
         if not torch.is_autocast_enabled(hidden_BTC.device.type):
@@ -138,10 +122,6 @@ class LabelledHead:
         of_head = {"bias": head.bias, "softcap": head.softcap, "scale": 1 / head.divisor}
         extra = None if head.extra is None else head.extra(hidden_BTC)
         return kernel(hidden_BTC, head.weight, self._labelled, **of_head, extra=extra, **options)
-
-
-def _teacher_head(hidden: Tensor, weight: Tensor, labels: LabelledRows, **of_head: Any) -> TeacherHead:
-    return TeacherHead(hidden, weight, **of_head)
 
 
 # `model.training_loss(labelled, hidden_BTC, row, num_items)`: the loss of a training step, a number, from the

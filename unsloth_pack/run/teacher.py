@@ -8,6 +8,7 @@ import torch
 
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import linear_top_k
 from unsloth_pack.losses.head import LabelledHead, read_head, why_head_not_fused
 from unsloth_pack.packed_row.row import IGNORE_INDEX
 from unsloth_pack.packing.teacher_columns import PackedTeacher
@@ -45,7 +46,7 @@ class ModelTeacher:
         ids_1N, labels_1N = (torch.tensor(x, device=device)[None] for x in (ids, labels[1:]))
         labelled = LabelledHead(self._head, labels_1N)
         decoded = self._model.get_decoder()(ids_1N, packed_seq_lengths=lengths.tolist(), use_cache=False)
-        top = labelled.top_k(decoded.last_hidden_state, self.packed.top_k)
+        top = labelled.call(linear_top_k, decoded.last_hidden_state, k=self.packed.top_k)
         log_probs = top.log_probs[0].half().cpu().numpy()
         if np.isnan(log_probs).any():
             name = self.packed.model_name
