@@ -222,7 +222,10 @@ def turns(*texts):
 
 ROWS = {
     "text": PAIRS,
-    "text without prompts": [{"chosen": "ab cd", "rejected": "ab ce f"}, {"chosen": "x", "rejected": "y z"}],
+    "text without prompts": [
+        {"chosen": "ab cd", "rejected": "ab ce f"},
+        {"chosen": "x yz", "rejected": "x y"},
+    ],
     "turns": [{"prompt": turns("q"), "chosen": turns("", "a")[1:], "rejected": turns("", "bc")[1:]}],
     "conversations": [
         {"chosen": turns("q", "a", "r", "b"), "rejected": turns("q", "a", "r", "cd")},

@@ -177,9 +177,9 @@ def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
     chosen, rejected = (row[name] for name in _PAIR)
     if not all(isinstance(each, str | list) for each in (chosen, rejected)):
         return {"prompt": ""}  # `Conversion` refuses the answers
-    n = min(common_prefix(chosen, rejected), max(0, min(len(chosen), len(rejected)) - 1))
-    if n and chosen[n - 1] == " ":
-        n -= 1
+    n = common_prefix(chosen, rejected)
+    if n == min(len(chosen), len(rejected)) or chosen[n - 1 : n] == " ":
+        n = max(0, n - 1)  # something is left of each answer, and a space belongs to it
     return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
 
 
