@@ -20,6 +20,8 @@ def pairs(rows, tmp_path):
     both = [(row["instruction"], row["output"], "yz" * len(row["instruction"])) for row in rows]
     text = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in both]
     chats = [{name: turns(row["prompt"], row[name]) for name in ("chosen", "rejected")} for row in text]
+    for row, chat in zip(text, chats, strict=True):  # as UltraFeedback has them
+        chat |= {"prompt": row["prompt"], "messages": chat["chosen"]}
     good = [
         {"prompt": p, "completion": c if i % 2 else r, "label": i % 2} for i, (p, c, r) in enumerate(both)
     ]

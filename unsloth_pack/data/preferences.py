@@ -163,11 +163,15 @@ class PreferenceMaker(SpanMaker):
 
 
 def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Take the prompt out of both answers where it has no column."""
+    """Take the prompt out of both answers where it has no column, or one of text beside conversations."""
     names = {*dataset.column_names}
     if not {*_PAIR} <= names:
         raise InputError(f"the columns are {', '.join(dataset.column_names)}; give chosen and rejected")
-    if names & {"prompt", "instruction"} or not len(dataset):
+    first = dataset[0] if len(dataset) else {}
+    repeats = isinstance(first.get("chosen"), list) and isinstance(first.get("prompt"), str)
+    unread = names & {"messages", *(["prompt"] if repeats else [])}
+    dataset = dataset.remove_columns([*unread])
+    if (names - unread) & {"prompt", "instruction"} or not len(dataset):
         return dataset
     return dataset.map(_split_prompt, desc="Splitting prompts from answers")
 
