@@ -135,6 +135,32 @@ def test_options_reach_what_generates(temperature, prompts):
     assert (sampling if temperature else {"do_sample": False}).items() <= stream.model.options.items()
 
 
+def test_prompts_are_those_that_a_chat_template_makes(tmp_path):
+    """Turns in a column prompt alone, and alpaca; what is too long is left out and counted."""
+    turns = [[{"role": "user", "content": "ab" * n}] for n in (1, 4, 40)]
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in turns))
+    alpaca = [{"instruction": each[0]["content"], "input": "", "output": "c"} for each in turns]
+    (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(each) + "\n" for each in alpaca))
+    tokenizer = byte_tokenizer()
+    for name in ("turns", "alpaca"):
+        seen, source = [], open_stream(str(tmp_path / f"{name}.jsonl"), "train")
+        generation = Generation(5, 1.0, 1, 4, 0)
+
+        def target(rollout, seen=seen):
+            seen.append(rollout.prompt)
+            return rollout.ids * (1 if len(seen) == 1 else 20)
+
+        stream = RolloutStream(source, tokenizer, target, "f", generation, 64)
+        stream.model = Guesses()
+        (document,) = next(stream.blocks(Place(), Share())).documents()
+        wanted = [tokenizer.apply_chat_template(x, add_generation_prompt=True)["input_ids"] for x in turns]
+        assert seen == wanted[:2]
+        assert document["input_ids"][:-5].tolist() == wanted[0]
+        metrics = stream.take_metrics()
+        counted = [metrics[f"rollouts/{name}"] for name in ("prompt_too_long", "target_too_long", "dropped")]
+        assert counted == [[0.5], [0.5], [0.5]]
+
+
 def test_counters_are_means_over_rollouts(prompts):
     rows = open_rows(prompts, [])
     rows.fill(1)

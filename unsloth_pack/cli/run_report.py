@@ -192,11 +192,12 @@ class RunReport:
         assert self._stream is not None
         packer = self._stream.packer
         documents, tokens = packer.buffer_size, packer.buffer_tokens
+        counted = train.ledger.tokens_counted  # 0 for prompts, of which targets will be made
         return [
             ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
             *lines_of_parts(train.parts),
             ("first rows", ledger_line(train.ledger)),
-            ("loss on", f"in the first rows: {loss_line(train.ledger)}"),
+            *([("loss on", f"in the first rows: {loss_line(train.ledger)}")] if counted else []),
             ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
             *packing,
             ("update", f"{per_update} rows"),

@@ -218,6 +218,16 @@ class DocumentMaker(SpanMaker):
             encoded = self._encode(batch, self.conversion.numbers[start : start + len(some)])
             yield SpanCounts.of(encoded), table_of(encoded)
 
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompt of every row, up to where the answer begins."""
+        columns, n_rows = self.conversion.columns, len(self.dataset)
+        if "prompt" not in columns:
+            raise InputError(
+                f"rows of the format {self.conversion.data_format} have no prompt; give a column prompt"
+            )
+        rows = list(self.conversion.rows(0, n_rows, n_rows))
+        return self._encode.prompts({n: [row[n] for row in rows] for n in columns}, self.conversion.numbers)
+
 
 def check_counted(ledger: TokenLedger, max_length: int) -> None:
     """Refuse documents of which nothing is learned."""

@@ -25,11 +25,10 @@ from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
-from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.streaming import DocumentBlock, Place, RawBlock, RowSource, Share, endless
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
-from unsloth_pack.data.tokenize import RowHashes, document_schema
+from unsloth_pack.data.tokenize import DocumentMaker, RowHashes, document_schema
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.modules import evaluation_mode
 from unsloth_pack.patching.deferred_logging import LOSS_WEIGHTS
@@ -125,7 +124,7 @@ class RolloutStream:
             InputError: a row has no prompt, the function fails, or it drops all rollouts of a pass.
         """
         n_prompts = max(1, self._generation.batch_size // self._generation.num_generations)
-        done, n_dropped, n_targets = place.done, 0, int(place.seen > 0 or place.done > 0)
+        done, n_seen, n_targets = place.done, 0, int(place.seen > 0 or place.done > 0)
         for block in endless(self._source, replace(place, done=0)):
             begin, n_skipped = block.begin, min(done, block.n_rows)
             done -= n_skipped
@@ -133,12 +132,12 @@ class RolloutStream:
             for first in range(0, len(chosen), n_prompts):
                 some = chosen[first : first + n_prompts]
                 targets, tally = self._targets(block, some, share.number)
-                n_targets, n_dropped = n_targets + len(targets), n_dropped + len(some)
+                n_targets, n_seen = n_targets + len(targets), n_seen + len(some)
                 yield DocumentBlock(_table(targets), tally, replace(begin, done=some[-1] + 1), False)
             if block.ends_pass:
-                if n_dropped and not n_targets:
+                if n_seen and not n_targets:
                     raise InputError(f"{self._name} made no target of any prompt; correct it, or the data")
-                n_dropped = n_targets = 0
+                n_seen = n_targets = 0
             yield DocumentBlock(_table([]), SpanCounts(), block.end, False)  # what waits is carried over
 
     def take_metrics(self) -> dict[str, list[float]]:
@@ -177,22 +176,8 @@ class RolloutStream:
             answer: object = [{"role": "assistant", "content": "-"}] if is_chat else "-"
             with_answer = rows.add_column("completion", [answer] * len(rows))
         try:
-            convert = Conversion(
-                with_answer, chat_template=bool(self._tokenizer.chat_template), numbers=numbers
-            )
-            if "prompt" not in convert.columns:
-                raise InputError(
-                    f"rows of the format {convert.data_format} have no prompt; give a column prompt"
-                )
-            encode = Encoder(
-                *(self._tokenizer, convert.columns, convert.holds_turns),
-                max_length=self._max_length,
-                responses_only=False,
-                chat_template=None,
-            )
-            converted = list(convert.rows(0, len(rows), len(rows)))
-            batch = {name: [row[name] for row in converted] for name in convert.columns}
-            return rows, encode.prompts(batch, numbers)
+            make = DocumentMaker(with_answer, self._tokenizer, self._max_length, None, None, numbers)
+            return rows, make.prompts()
         except InputError as error:
             raise InputError(f"{block.name}: {error}") from None
 
@@ -279,7 +264,8 @@ class RolloutStream:
                 max_new_tokens=how.max_new_tokens,
                 num_return_sequences=how.num_generations,
                 pad_token_id=pad,
-                eos_token_id=sorted(ends),
+                eos_token_id=sorted(ends) or None,
+                num_beams=1,
                 use_cache=True,
                 **(sampling if how.temperature else {"do_sample": False}),
             )
@@ -299,11 +285,11 @@ def _table(documents: Sequence[_Document]) -> pa.Table:
 
 def _tally(documents: Sequence[_Document]) -> SpanCounts:
     lengths = [len(ids) for ids, *_ in documents]
-    counted = sum(label != IGNORE_INDEX for _, labels, _ in documents for label in labels[1:])
-    at_start = sum(labels[:1] != [IGNORE_INDEX] for _, labels, _ in documents)
-    sums = {"rows_read": len(documents), "tokens_read": sum(lengths), "tokens_counted": counted}
-    sums["tokens_masked_at_boundaries"] = at_start
-    sums["tokens_masked_by_template"] = sum(lengths) - counted - at_start
+    n_labels = sum(label != IGNORE_INDEX for _, labels, _ in documents for label in labels)
+    at_starts = sum(labels[0] != IGNORE_INDEX for _, labels, _ in documents)
+    sums = {"rows_read": len(documents), "tokens_read": sum(lengths)}
+    sums |= {"tokens_counted": n_labels - at_starts, "tokens_masked_at_boundaries": at_starts}
+    sums |= {"tokens_masked_by_template": sum(lengths) - n_labels}
     return SpanCounts(Counter(sums), Counter(lengths))
 
 
