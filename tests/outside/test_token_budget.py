@@ -105,6 +105,7 @@ def on_rank(rank, folder, output):
         assert_equal(logs, watches)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes, and perhaps one GPU")
 def test_two_processes_cut_into_as_many_parts(model_folder, tmp_path):
     two_ranks(on_rank, str(model_folder), str(tmp_path))
     for loss_type in ("grpo", "bnpo"):
