@@ -99,11 +99,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, labelled: LabelledRows, options: Options, with_grad: bool, *inputs: *Inputs
     ) -> Tensor:
         N, rows = labelled.count, labelled.rows
-        labels_N = labelled.labels.reshape(-1).index_select(0, rows)
         hidden = inputs[0]
         losses_N = hidden.new_empty(N, dtype=wide_dtype(hidden))
         needed = [with_grad and needs for needs in ctx.needs_input_grad[3:8]]
-        head = HeadPass(inputs, rows, labels_N, needed, options)
+        head = HeadPass(inputs, labelled, needed, options)
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
             _cross_entropy(logits_LV, labels_L, losses_N[chunk], options, any(needed))

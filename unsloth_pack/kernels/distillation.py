@@ -25,7 +25,7 @@ al. 2024, "On-Policy Distillation of Language Models".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -37,6 +37,7 @@ from unsloth_pack.kernels.head import (
     HeadPass,
     Inputs,
     LabelledRows,
+    Options,
     load_block,
     logit_and_slope,
     prepare_head_inputs,
@@ -121,13 +122,14 @@ class _LinearDistillation(torch.autograd.Function):
         with_grad: bool, *inputs: *Inputs
     ) -> tuple[Tensor, ...]:  # fmt: skip
         N, rows = labelled.count, labelled.rows
-        labels_T = labelled.labels.reshape(-1)
-        labels_N = labels_T.index_select(0, rows)
         hidden = inputs[0]
         wide = wide_dtype(hidden)
         needed = [with_grad and needs for needs in ctx.needs_input_grad[4:9]]
-        student = HeadPass(inputs, rows, labels_N, needed, (options.scale, options.softcap), is_wide=True)
-        read_teacher = _reader(teacher, labelled, rows, labels_N, options)
+        student = HeadPass(inputs, labelled, needed, (options.scale, options.softcap), is_wide=True)
+        read_teacher = _reader(teacher, labelled, options)
+        of_teacher: Options = options.temperature, None
+        if isinstance(teacher, TeacherHead):
+            of_teacher = teacher.scale, teacher.softcap
         scores_N = [hidden.new_empty(N, dtype=wide) for _ in range(4)]
         gradient_LV = None  # of hidden's dtype, if that of the logits is wider
 
@@ -138,7 +140,7 @@ class _LinearDistillation(torch.autograd.Function):
                 gradient_LV = torch.empty_like(logits_LV, dtype=hidden.dtype) if is_apart else logits_LV
             g_LV = gradient_LV[: len(logits_LV)]
             parts = [score[chunk] for score in scores_N]
-            u_LV, *of_teacher = read_teacher(logits_LV, chunk)
+            u_LV = read_teacher(logits_LV, chunk)
             _distill(logits_LV, labels_L, u_LV, of_teacher, parts, options, g_LV if any(needed) else None)
             return g_LV
 
@@ -146,7 +148,7 @@ class _LinearDistillation(torch.autograd.Function):
         ctx.save_for_backward(rows, *student.gradients)
         ctx.shape, ctx.dtype = hidden.shape[:-1], hidden.dtype
         total = options.ce_weight * scores_N[0].sum() + options.kl_weight * scores_N[1].sum()
-        scores_T = [x.new_zeros(len(labels_T)).index_copy_(0, rows, x) for x in scores_N]
+        scores_T = [x.new_zeros(labelled.labels.numel()).index_copy_(0, rows, x) for x in scores_N]
         scores_T[3] = scores_T[3].bool()
         ctx.mark_non_differentiable(*scores_T)
         return total, *scores_T
@@ -162,31 +164,26 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 def _reader(
-    teacher: TeacherHead | TopLogProbs,
-    labelled: LabelledRows,
-    rows: Tensor,
-    labels_N: Tensor,
-    options: _Options,
-) -> Callable[[Tensor, slice], tuple[Tensor, float, float | None]]:
-    """Return a function from a chunk's logits to the teacher's, their scale and softcap."""
+    teacher: TeacherHead | TopLogProbs, labelled: LabelledRows, options: _Options
+) -> Callable[[Tensor, slice], Tensor]:
+    """Return a function from a chunk's logits to the teacher's; log-probabilities of a stored teacher."""
     if isinstance(teacher, TeacherHead):
         hidden, weight, bias, softcap, scale, extra = teacher
         inputs, _ = prepare_head_inputs(hidden, weight, bias, labelled, softcap, extra)
-        head = HeadPass(inputs, rows, labels_N, [False] * 5, (scale, softcap), is_wide=True)
+        head = HeadPass(inputs, labelled, [False] * 5, (scale, softcap), is_wide=True)
         buffers: list[Tensor] = []
 
-        def compute(logits_LV: Tensor, chunk: slice) -> tuple[Tensor, float, float | None]:
+        def compute(logits_LV: Tensor, chunk: slice) -> Tensor:
             if not buffers:  # the first chunk is the largest
                 buffers.append(torch.empty_like(logits_LV))
-            return head.compute_logits(buffers[0], chunk)[0], scale, softcap
+            return head.compute_logits(buffers[0], chunk)[0]
 
         return compute
-    stored_NK = TopLogProbs(*(x.reshape(-1, x.shape[-1]).index_select(0, rows) for x in teacher))
+    stored_NK = TopLogProbs(*(x.reshape(-1, x.shape[-1]).index_select(0, labelled.rows) for x in teacher))
 
-    def complete(logits_LV: Tensor, chunk: slice) -> tuple[Tensor, float, float | None]:
+    def complete(logits_LV: Tensor, chunk: slice) -> Tensor:
         z_LV = scale_and_cap(logits_LV, options.scale, options.softcap) / options.temperature
-        log_q_LV = complete_teacher(z_LV, TopLogProbs(*(x[chunk] for x in stored_NK)))
-        return log_q_LV, options.temperature, None
+        return complete_teacher(z_LV, TopLogProbs(*(x[chunk] for x in stored_NK)))
 
     return complete
 
@@ -195,7 +192,7 @@ def _distill(
     logits: Tensor,
     labels: Tensor,
     teacher: Tensor,
-    of_teacher: Sequence[float | None],
+    of_teacher: Options,
     scores: list[Tensor],
     options: _Options,
     gradient: Tensor | None,
@@ -206,7 +203,6 @@ def _distill(
     """
     scale, softcap, temperature = options.scale, options.softcap, options.temperature
     teacher_scale, teacher_softcap = of_teacher
-    assert teacher_scale is not None
     if not takes_fused_path(logits, teacher):
         u = scale_and_cap(teacher, teacher_scale, teacher_softcap)
         *plain, g = _distill_plainly(logits, u, labels, options)

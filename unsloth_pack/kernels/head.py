@@ -72,6 +72,11 @@ class LabelledRows:
         """Return the rows `[N]`, int64, ascending."""
         return self._order[: self.count]
 
+    @property
+    def labels_N(self) -> Tensor:
+        """Return their labels `[N]`."""
+        return self.labels.reshape(-1).index_select(0, self.rows)
+
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Options = tuple[float, float | None]  # scale and softcap
@@ -121,7 +126,6 @@ class HeadPass:
 
     Args:
         inputs: hidden, weight, bias, h, b and outputs.
-        rows, labels_N: the rows with a label, and their labels.
         needed: whether hidden, weight, bias, h and b get gradients.
         is_wide: whether logits are float32 (float64 for float64); else they are of hidden's dtype.
 
@@ -132,20 +136,19 @@ class HeadPass:
     def __init__(
         self,
         inputs: Inputs,
-        rows: Tensor,
-        labels_N: Tensor,
+        labelled: LabelledRows,
         needed: Sequence[bool],
         options: Options,
         is_wide: bool = False,
     ):
         hidden, self._weight, self._bias, h, self._b, self._outputs = inputs
-        self._rows, self._labels_N, self._options = rows, labels_N, options
+        self._rows, self._labels_N, self._options = labelled.rows, labelled.labels_N, options
         self._hidden_TC = hidden.reshape(-1, hidden.shape[-1])
-        wide, (V, C), N = wide_dtype(hidden), self._weight.shape, len(rows)
+        wide, (V, C), N = wide_dtype(hidden), self._weight.shape, labelled.count
         self._logits_dtype = wide if is_wide else hidden.dtype
         shapes = [(N, C), (V, C), (V,)]
         if h is not None:
-            self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, rows)
+            self._h_NR = h.reshape(-1, h.shape[-1]).index_select(0, self._rows)
             shapes += [(N, h.shape[-1]), (V, h.shape[-1])]
         self.gradients: list[Tensor | None] = [None] * 5
         for i, shape in enumerate(shapes):

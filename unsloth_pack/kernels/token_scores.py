@@ -208,14 +208,12 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
         N, rows = labelled.count, labelled.rows
-        labels_T = labelled.labels.reshape(-1)
-        labels_N = labels_T.index_select(0, rows)
         hidden = inputs[0]
         wide = wide_dtype(hidden)
         needed = [with_grad and needs for needs in ctx.needs_input_grad[4:9]]
         trains_head = needed[1] or needed[2] or needed[4]
         at_once = (needed[0] or needed[3]) and not trains_head
-        head = HeadPass(inputs, rows, labels_N, needed if at_once else [False] * 5, options)
+        head = HeadPass(inputs, labelled, needed if at_once else [False] * 5, options)
         scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
@@ -224,10 +222,11 @@ class _TokenScores(torch.autograd.Function):
 
         head.run(turn, scores_N[0])
         needs_logits_again = trains_head or (at_once and wanted[0])
-        again = (*inputs, labels_N) if needs_logits_again else (None,) * 7
-        ctx.save_for_backward(rows, head.gradients[0], head.gradients[3], *again)
-        ctx.shape, ctx.dtype, ctx.options = hidden.shape[:-1], hidden.dtype, options
-        scores_T = [x if x is None else x.new_zeros(len(labels_T)).index_copy_(0, rows, x) for x in scores_N]
+        again = inputs if needs_logits_again else (None,) * 6
+        ctx.save_for_backward(head.gradients[0], head.gradients[3], *again)
+        ctx.labelled, ctx.shape, ctx.dtype, ctx.options = labelled, hidden.shape[:-1], hidden.dtype, options
+        T = labelled.labels.numel()
+        scores_T = [x if x is None else x.new_zeros(T).index_copy_(0, rows, x) for x in scores_N]
         if scores_T[2] is not None:
             scores_T[2] = scores_T[2].bool()
         ctx.mark_non_differentiable(*(score for score in scores_T[2:] if score is not None))
@@ -238,14 +237,14 @@ class _TokenScores(torch.autograd.Function):
     def backward(
         ctx: Any, g_log_prob_T: Tensor | None, g_entropy_T: Tensor | None, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        rows, g_hidden, g_h, *inputs, labels_N = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:9]
+        g_hidden, g_h, *inputs = ctx.saved_tensors
+        rows, needed = ctx.labelled.rows, ctx.needs_input_grad[4:9]
         if g_log_prob_T is None and g_entropy_T is None:
             return (None,) * 10
         upstream_N = [g if g is None else g.reshape(-1)[rows] for g in (g_log_prob_T, g_entropy_T)]
         g_log_prob_N, g_entropy_N = upstream_N
         if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
-            head = HeadPass(inputs, rows, labels_N, needed, ctx.options)
+            head = HeadPass(inputs, ctx.labelled, needed, ctx.options)
 
             def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
                 weights_L = [None if g is None else g[chunk] for g in upstream_N]

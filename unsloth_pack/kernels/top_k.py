@@ -42,7 +42,6 @@ def linear_top_k(
     rows, shape = labelled.rows, (*labelled.labels.shape, k)
     ids_TK = torch.arange(k, dtype=torch.int32, device=hidden.device).repeat(math.prod(shape[:-1]), 1)
     log_probs_TK = hidden.new_full(ids_TK.shape, -math.inf, dtype=wide_dtype(hidden))
-    labels_N = labelled.labels.reshape(-1).index_select(0, rows)
 
     def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
         z_LV = scale_and_cap(logits_LV, scale, softcap)
@@ -50,5 +49,5 @@ def linear_top_k(
         ids_TK[rows[chunk]] = top.indices.int()
         log_probs_TK[rows[chunk]] = top.values - z_LV.logsumexp(-1, keepdim=True)
 
-    HeadPass(inputs, rows, labels_N, [False] * 5, (scale, softcap), is_wide=True).run(turn)
+    HeadPass(inputs, labelled, [False] * 5, (scale, softcap), is_wide=True).run(turn)
     return TopLogProbs(ids_TK.view(shape), log_probs_TK.view(shape))

@@ -49,17 +49,14 @@ class FrozenCopy:
     """A copy of the weights of a model that train, as they are now."""
 
     def __init__(self, model: nn.Module):
-        copies = {
-            id(weight): nn.Parameter(weight.detach().clone(), requires_grad=False)
-            for weight in model.parameters()
-            if weight.requires_grad
-        }
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        copies = {weight: nn.Parameter(weight.detach().clone(), requires_grad=False) for weight in trained}
         # The place of each: the dict of its module, and its name there
         self._places = [
-            (module._parameters, name, copies[id(weight)])
+            (module._parameters, name, copies[weight])
             for module in model.modules()
             for name, weight in module._parameters.items()
-            if id(weight) in copies
+            if weight in copies
         ]
 
     @contextmanager
