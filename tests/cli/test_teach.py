@@ -15,7 +15,7 @@ from unsloth_pack.data import tokenizer_hash
 from unsloth_pack.demo import BUNDLED_MODELS, TRAIN_FILE
 from unsloth_pack.kernels import TeacherHead, TopLogProbs, linear_distillation
 from unsloth_pack.packing import read_manifest, read_packs
-from unsloth_pack.training.teacher_rows import TeacherCollator
+from unsloth_pack.training.token_columns import TokenColumnCollator
 from unsloth_pack.training.trl_setup import row_collator
 
 K, V = 8, 960
@@ -105,7 +105,7 @@ def test_a_stored_teacher_of_all_tokens_teaches_as_a_live_one(tmp_path):
     """A student of other weights: loss, and the gradient of its hidden states, up to float16."""
     assert main(teach("packs", f"--top_k={V}")) == 0
     rows = read(tmp_path / "packs")[1]
-    batch = TeacherCollator(row_collator())([rows[0], rows[1]])
+    batch = TokenColumnCollator(row_collator())([rows[0], rows[1]])
     N = batch["input_ids"].shape[1]
     assert batch["teacher_ids"].shape == batch["teacher_log_probs"].shape == (1, N, V)
     assert (batch["teacher_ids"].dtype, batch["teacher_log_probs"].dtype) == (torch.int32, torch.float16)

@@ -37,7 +37,7 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
 
     Args:
         teacher: "base" is the model without its adapter, "init_adapter" a copy of what trains as it is now,
-            "stored" what batches hold, see `TeacherCollator`. Or another patched model, which is frozen.
+            "stored" what batches hold, see `TokenColumnCollator`. Or another patched model, which is frozen.
 
     Raises:
         InputError: the model has no base, the other has other outputs, or a head only computes logits.

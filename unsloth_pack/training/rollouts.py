@@ -293,19 +293,6 @@ def _tally(documents: Sequence[_Document]) -> SpanCounts:
     return SpanCounts(Counter(sums), Counter(lengths))
 
 
-class WeightCollator:
-    """Add `loss_weights` float32 `[1, N]` to a batch `[1, N]`. Rows that are evaluated on have none."""
-
-    def __init__(self, collate: Callable[[Any], Mapping[str, Any]]):
-        self.collate = collate
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch = dict(self.collate(rows))
-        if LOSS_WEIGHTS in rows[0]:
-            batch[LOSS_WEIGHTS] = torch.from_numpy(np.concatenate([row[LOSS_WEIGHTS] for row in rows]))[None]
-        return batch
-
-
 class LoaderOfReadyRows(DataLoader[Any]):
     """A loader that reads no batch before it is asked for, unlike accelerate's."""
 

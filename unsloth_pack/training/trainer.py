@@ -34,10 +34,10 @@ from unsloth_pack.training.document_losses import DocumentLosses, losses_of_toke
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
-from unsloth_pack.training.rollouts import LoaderOfReadyRows, RolloutStream, WeightCollator
+from unsloth_pack.training.rollouts import LoaderOfReadyRows, RolloutStream
 from unsloth_pack.training.sampling import DealtInTurn, packed_sampler
 from unsloth_pack.training.streaming import RowStream, loader_of
-from unsloth_pack.training.teacher_rows import TeacherCollator
+from unsloth_pack.training.token_columns import TokenColumnCollator
 from unsloth_pack.training.trl_setup import (
     UNTRUE,
     UNTRUE_OF_PACKS,
@@ -118,12 +118,11 @@ class RunTrainer(SFTTrainer):
             self.data_collator = RowCollator(self.data_collator)
         if self.rollouts is not None:
             self.rollouts.model = trained
-            self.data_collator = WeightCollator(self.data_collator)
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         rows: Any = self.train_dataset
-        if TEACHER_IDS in rows.column_names:
-            self.data_collator = TeacherCollator(self.data_collator)
+        if self.rollouts is not None or TEACHER_IDS in rows.column_names:
+            self.data_collator = TokenColumnCollator(self.data_collator)
         self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
