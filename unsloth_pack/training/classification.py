@@ -10,7 +10,7 @@ from transformers import GenerationConfig, Trainer
 from trl import SFTTrainer
 
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.training.document_losses import DocumentLosses, Values
+from unsloth_pack.training.document_losses import Batch, DocumentLosses, Values
 from unsloth_pack.training.trainer import RunTrainer
 
 _CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 class LabelledRowCollator:
     """Join rows, packed or not, into one; each document's label stands at its last token."""
 
-    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[Batch]) -> Batch:
         ids, labels = (torch.tensor([x for e in examples for x in e[n]]) for n in ("input_ids", "labels"))
         row = PackedRow.of_lengths(
             tuple(n for e in examples for n in e.get("seq_lengths", [len(e["input_ids"])])), _CPU
@@ -27,7 +27,7 @@ class LabelledRowCollator:
         return {"input_ids": ids[None], "labels": labels[row.last_tokens], "packed_row": row}
 
 
-def _read_answers(outputs: Any, inputs: dict[str, Any]) -> Values:
+def _read_answers(outputs: Any, inputs: Batch) -> Values:
     """Return the loss of every document, and whether its class was found."""
     logits, labels = outputs.logits.double(), inputs["labels"]
     is_right = logits.argmax(dim=1) == labels

@@ -21,7 +21,7 @@ from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
 from unsloth_pack.losses.head import count_head_outputs, why_loss_not_fused
-from unsloth_pack.training.document_losses import DocumentLosses, Values, losses_of_tokens
+from unsloth_pack.training.document_losses import Batch, DocumentLosses, Values, losses_of_tokens
 from unsloth_pack.training.notebooks import SFTTrainer
 from unsloth_pack.training.objective import Objective, causal_lm
 
@@ -80,20 +80,15 @@ class Distillation(Objective):
 
     def put_metrics(self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
         super().put_metrics(trainer, metrics, sums, n_tokens)
-        if trainer.is_world_process_zero():
-            self._watch(metrics["kl_loss"][0])
-
-    def _watch(self, divergence: float) -> None:
-        """Warn of a divergence that is not finite or jumps."""
-        before, step = self._divergences, self._trainer.state.global_step
+        (divergence,), before, step = metrics["kl_loss"], self._divergences, trainer.state.global_step
+        if not trainer.is_world_process_zero():
+            return
         if not math.isfinite(divergence):
             logger.warning("kl_loss is %s about update %d; lower learning_rate", divergence, step)
             return
         if len(before) == _N_LINES and divergence > max(_LEAST, _JUMP * max(before)):
-            logger.warning(
-                "kl_loss jumps to %.3g about update %d, from at most %.3g in the %d log lines before",
-                *(divergence, step, max(before), _N_LINES),
-            )
+            said = "kl_loss jumps to %.3g about update %d, from at most %.3g in the %d log lines before"
+            logger.warning(said, divergence, step, max(before), _N_LINES)
         before.append(divergence)
 
 
@@ -135,7 +130,7 @@ class DistillTrainer(SFTTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:

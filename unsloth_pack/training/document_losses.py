@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
+Batch = dict[str, Any]
 Values = dict[str, Tensor]
 Means = dict[str, float]
 
@@ -22,14 +23,12 @@ class DocumentLosses:
         mean: what is logged, from those of all documents.
     """
 
-    def __init__(
-        self, read: Callable[[Any, dict[str, Any]], Values], mean: Callable[[Values], Means]
-    ) -> None:
+    def __init__(self, read: Callable[[Any, Batch], Values], mean: Callable[[Values], Means]) -> None:
         self._read, self._mean = read, mean
         self._batches: list[Values] = []
 
     @contextmanager
-    def noted(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+    def noted(self, model: nn.Module, inputs: Batch) -> Iterator[None]:
         """Record the values of the one batch that the model is called with inside this context."""
         outputs: list[Any] = []
         with model.register_forward_hook(lambda *call: outputs.append(call[-1])):
@@ -69,7 +68,7 @@ def losses_of_tokens(
         mean: means over tokens, from sums.
     """
 
-    def read_documents(outputs: Any, inputs: dict[str, Any]) -> Values:
+    def read_documents(outputs: Any, inputs: Batch) -> Values:
         position_ids = inputs.get("position_ids")
         return {name: _sum_by_document(x, position_ids) for name, x in read(outputs).items()}
 

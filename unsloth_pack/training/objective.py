@@ -11,9 +11,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.losses.prepared import PreparedLoss
 from unsloth_pack.patching.deferred_logging import is_patched, logging_of
-from unsloth_pack.training.document_losses import DocumentLosses
-
-Batch = dict[str, Any]
+from unsloth_pack.training.document_losses import Batch, DocumentLosses
 
 
 def causal_lm(model: Any) -> FastCausalLM:

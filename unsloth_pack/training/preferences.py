@@ -20,8 +20,8 @@ from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.preferences import ANSWERS, Answers, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
-from unsloth_pack.training.document_losses import DocumentLosses, Means, Values
-from unsloth_pack.training.objective import Batch, Objective, causal_lm
+from unsloth_pack.training.document_losses import Batch, DocumentLosses, Means, Values
+from unsloth_pack.training.objective import Objective, causal_lm
 
 _CPU = torch.device("cpu")
 _MISMATCHED = "mismatched"  # of a batch: a batch of prompts with answers to others

@@ -8,6 +8,7 @@ import torch
 
 from unsloth_pack.packing.teacher_columns import TEACHER_IDS, TEACHER_LOG_PROBS
 from unsloth_pack.patching.deferred_logging import LOSS_WEIGHTS
+from unsloth_pack.training.document_losses import Batch
 
 _COLUMNS = {  # the dtype in a batch, and the size of a token's numbers
     TEACHER_IDS: (torch.int32, [-1]),
@@ -26,7 +27,7 @@ class TokenColumnCollator:
     def __init__(self, collate: Callable[[Any], Mapping[str, Any]]):
         self.collate = collate
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         batch = dict(self.collate(rows))
         n_tokens = sum(len(row["input_ids"]) for row in rows)
         for name in _COLUMNS.keys() & rows[0].keys():

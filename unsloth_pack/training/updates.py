@@ -26,6 +26,7 @@ from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.memory.advice import MemoryUse
 from unsloth_pack.modules import whole
 from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
+from unsloth_pack.training.document_losses import Batch
 from unsloth_pack.training.nonfinite import NonFinite, find_culprits
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TokenCounts:
         finally:
             self._seconds, self._started = self._seconds + time.monotonic() - started, None
 
-    def add(self, batches: Sequence[dict[str, Any]], counted: Count | None, accelerator: Accelerator) -> None:
+    def add(self, batches: Sequence[Batch], counted: Count | None, accelerator: Accelerator) -> None:
         """Add the micro-batches of an update, in all processes; `counted` is None where it is not known."""
         slots: Count = sum(batch["input_ids"].numel() for batch in batches)
         tokens: Count = sum(
