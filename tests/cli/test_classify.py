@@ -165,10 +165,10 @@ def test_classes_of_a_column():
     found = Labels.of("label", [("a", rows_of([1, 0], feature))])
     assert found.names == ("low", "high", "none")
     assert found.numbers(rows_of([1, 2], feature)).tolist() == [1, 2]
-    with pytest.raises(InputError, match=r"row 1, column 'label': not in the training data \(low, high"):
+    with pytest.raises(InputError, match="row 1, column 'label': not in the training data, got 'other'"):
         found.numbers(rows_of(["high", "other"]))
     for labels, message in (
-        (["a", None, "b"], "a: row 1, column 'label': no label, got None; add it or remove the row"),
+        (["a", None, "b"], "a: row 1, column 'label': no class, got None; give whole numbers or names"),
         ([0.5, 1.0], "row 0, column 'label': no class, got 0.5; give whole numbers or names"),
         (["a", "a"], "label_column 'label' holds 1 label; give data with two or more"),
     ):

@@ -146,7 +146,7 @@ class StepGraphs(GraphCache):
         if len(row.blocks) and not self.windows:
             return "the tokens of images see each other in both directions, which is computed on the host"
         if row.parent is not None and not self._room_is_free:
-            return "this attention backend copies the keys of a shared prefix, by lists of the host"
+            return "a row with a shared prefix runs on another attention backend"
         if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
             return "no weight of the decoder is trained, nor its inputs"
         return None

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unsloth_pack.data.cache import scan
 from unsloth_pack.data.rows import fail
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-
-_ROWS = 10_000  # read at a time
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,6 @@ class Labels:
         declared: dict[str, None] = {}
         found: set[str] = set()
         for data_set, rows in data_sets:
-            if column not in rows.column_names:
-                there = ", ".join(rows.column_names)
-                raise InputError(f"{data_set}: no column {column!r} among {there}; give --label_column")
             try:
                 found |= {*_names_in(rows, column)}
             except InputError as error:
@@ -56,29 +50,23 @@ class Labels:
         Raises:
             InputError: a label that the training data has not.
         """
-        if self.column not in rows.column_names:
-            raise InputError(f"no column {self.column!r} among {', '.join(rows.column_names)}; add it")
         numbers = {name: number for number, name in enumerate(self.names)}
         names = _names_in(rows, self.column)
         for index, name in enumerate(names):
             if name not in numbers:
-                known = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
-                fail(index, self.column, f"not in the training data ({known})", name, "correct or remove it")
+                fail(index, self.column, "not in the training data", name, "correct or remove it")
         return np.array([numbers[name] for name in names], np.int32)
 
 
 def _names_in(rows: datasets.Dataset, column: str) -> list[str]:
     """The name of each row's class."""
+    if column not in rows.column_names:
+        raise InputError(f"no column {column!r} among {', '.join(rows.column_names)}; give --label_column")
     of_numbers = getattr(rows.features[column], "names", None)
-    values: list[Any] = []
-    for table in scan(rows, [column], _ROWS):
-        values += table[column].to_pylist()
     names = []
-    for index, value in enumerate(values):
-        if value is None or (of_numbers and value < 0):  # -1 stands for none
-            fail(index, column, "no label", value, "add it or remove the row")
-        if not isinstance(value, str | int):
-            fail(index, column, "no class", value, "give whole numbers or names")
+    for index, value in enumerate(rows.with_format(None)[column][:]):
+        if not isinstance(value, str | int) or (of_numbers and value < 0):  # -1 stands for none
+            fail(index, column, "no class", value, "give whole numbers or names, or remove the row")
         names.append(of_numbers[value] if of_numbers else str(value))
     return names
 

@@ -3,6 +3,7 @@
 Shapes: B rows of T tokens, N of all rows, D documents, C features, L labels.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,7 +80,8 @@ class FastSequenceClassification(nn.Module):
                 # So that no answer is read from masked padding
                 inputs["input_ids"] = input_ids.masked_fill(attention_mask == 0, pad_token_id)
             return super().forward(**inputs, labels=labels, **kwargs)
-        labels = _by_document(row, labels, self.num_labels)
+        if labels is not None:
+            labels = _by_document(row, labels, self.num_labels)
         num_items = kwargs.pop("num_items_in_batch", None)
         decoded = decoder(**inputs, **kwargs)
         last_D = find_last_tokens(row, input_ids, pad_token_id)
@@ -99,18 +101,13 @@ class FastSequenceClassification(nn.Module):
         )
 
 
-def _by_document(row: PackedRow, labels: Tensor | None, n_labels: int) -> Tensor | None:
+def _by_document(row: PackedRow, labels: Tensor, n_labels: int) -> Tensor:
     """Return labels as `[D]` or `[D, L]`; a collator may have put a dimension for the one row in front."""
-    n_documents = len(row.last_tokens)
-    if labels is None:
-        return None
-    if labels.numel() == n_documents:
-        return labels.reshape(n_documents)
-    if labels.numel() == n_documents * n_labels:
-        return labels.reshape(n_documents, n_labels)
-    raise InputError(
-        f"labels have shape {list(labels.shape)} and the row {n_documents} documents; give one label each"
-    )
+    for shape in ((len(row.documents),), (len(row.documents), n_labels)):
+        if labels.numel() == math.prod(shape):
+            return labels.reshape(shape)
+    n, shape = len(row.documents), [*labels.shape]
+    raise InputError(f"labels have shape {shape} and the row {n} documents; give one label each")
 
 
 def find_last_tokens(row: PackedRow, input_ids: Tensor | None, pad_token_id: int | None) -> Tensor:
