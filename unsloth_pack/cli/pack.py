@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.packing.planner import STRATEGIES
 from unsloth_pack.packing.teacher_columns import PackedTeacher
 from unsloth_pack.run.data_flags import (
@@ -18,9 +18,6 @@ from unsloth_pack.run.data_flags import (
     read_documents,
 )
 from unsloth_pack.run.machine import check_new_folder
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _NO_IMAGES = (
     "and a teacher reads text alone; take them out, or leave the teacher out with `unsloth-pack pack`"
@@ -66,7 +63,7 @@ def write(
     config = load_config(base).get_text_config()
     check_positions(capacity, model_name, config)
     if teacher is not None:
-        _check_top_k(teacher.top_k, capacity, config)
+        require_whole("top_k", teacher.top_k, 1, config.vocab_size)
     only_responses = flags.get("train_on_responses_only", False)
     mixture, images, tokenizer = read_documents(
         flags,
@@ -102,14 +99,6 @@ def write(
         folder = image_options(flags).image_folder if wants_paths else None
         print_packs(LastingConsole(), manifest, str(out), mixture.parts, folder, adapter is not None)
     return 0
-
-
-def _check_top_k(top_k: int, capacity: int, config: "PretrainedConfig") -> None:
-    most = min(config.vocab_size, (2**31 - 1) // capacity)  # numbers of a row are counted in int32
-    if top_k > most:
-        raise InputError(
-            f"top_k is {top_k}; give at most {most} for this model and rows of {capacity} tokens"
-        )
 
 
 def pack_parser(command: str, description: str, model: str) -> Parser:

@@ -333,20 +333,20 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
-    """Refuse `input_ids` without an embedding; on a GPU they would fail an assertion that names no row."""
+def check_token_ids(dataset: datasets.Dataset, vocab_size: int, column: str = "input_ids") -> None:
+    """Refuse ids that the model does not have; on a GPU they would fail an assertion that names no row."""
     import pyarrow.compute as pc
 
     start = 0
-    for table in scan(dataset, ["input_ids"], batch_size=256):
-        column = table["input_ids"].combine_chunks()
-        ids, row_of_id = column.flatten(), pc.list_parent_indices(column)
+    for table in scan(dataset, [column], batch_size=256):
+        lists = table[column].combine_chunks()
+        ids, row_of_id = lists.flatten(), pc.list_parent_indices(lists)
         valid = pc.and_(pc.greater_equal(ids, 0), pc.less(ids, vocab_size)).fill_null(False)
         first = pc.index(valid, False).as_py()
         if first >= 0:
             raise InputError(
-                f"row {start + row_of_id[first].as_py()}, column 'input_ids': token id {ids[first]} is "
+                f"row {start + row_of_id[first].as_py()}, column {column!r}: token id {ids[first]} is "
                 f"outside the vocabulary, 0 to {vocab_size - 1} ({vocab_size} ids); tokenise with the "
                 "tokenizer of this model, or resize its embeddings"
             )
-        start += len(column)
+        start += len(lists)

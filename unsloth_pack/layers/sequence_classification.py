@@ -106,8 +106,8 @@ def _by_document(row: PackedRow, labels: Tensor, n_labels: int) -> Tensor:
     for shape in ((len(row.documents),), (len(row.documents), n_labels)):
         if labels.numel() == math.prod(shape):
             return labels.reshape(shape)
-    n, shape = len(row.documents), [*labels.shape]
-    raise InputError(f"labels have shape {shape} and the row {n} documents; give one label each")
+    problem = f"labels have shape {[*labels.shape]} and the row {len(row.documents)} documents"
+    raise InputError(f"{problem}; give one label each")
 
 
 def find_last_tokens(row: PackedRow, input_ids: Tensor | None, pad_token_id: int | None) -> Tensor:

@@ -104,13 +104,8 @@ def pack_dataset(
     return packed.with_format(None)
 
 
-def plan_rows(
-    dataset: datasets.Dataset, capacity: int, strategy: str, more_bytes_a_token: int = 0
-) -> tuple[PackPlan, RowBuilder]:
-    """The plan for the whole set, and the builder of its rows. Raises as `pack_dataset`.
-
-    more_bytes_a_token: of columns that the caller appends to the rows.
-    """
+def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
+    """The plan for the whole set, and the builder of its rows. Raises as `pack_dataset`."""
     columns = check_columns(dataset)
     if dataset.format["type"] == "custom":
         raise InputError(
@@ -128,17 +123,16 @@ def plan_rows(
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
         raise InputError(f"none of {len(lengths)} documents has tokens; give a tokenised data set")
-    return plan, RowBuilder(dataset.select_columns(columns), plan, more_bytes_a_token)
+    return plan, RowBuilder(dataset.select_columns(columns), plan)
 
 
 class RowBuilder:
     """Builds packed rows by their numbers from Arrow arrays: no token becomes a Python object."""
 
-    def __init__(self, dataset: datasets.Dataset, plan: PackPlan, more_bytes_a_token: int):
+    def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
         self._documents = dataset.with_format("arrow")
         self._order, self._offsets = plan.order, plan.offsets
-        n_bytes = dataset.data.nbytes + more_bytes_a_token * plan.tokens
-        self.bytes_a_row = n_bytes // max(1, plan.n_bins)  # on average
+        self.bytes_a_row = dataset.data.nbytes // max(1, plan.n_bins)  # on average
         self.batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
 
     def __call__(self, rows: pa.Table) -> pa.Table:

@@ -42,9 +42,8 @@ from unsloth_pack.packing.teacher_columns import (
     TEACHER_COLUMNS,
     PackedTeacher,
     Teacher,
-    check_teacher_rows,
+    add_teacher_columns,
     teacher_types,
-    with_teacher,
 )
 
 if TYPE_CHECKING:
@@ -194,9 +193,9 @@ def write_packs(
         raise InputError("the documents have images; say how they were prepared, in images")
     documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
     documents = documents if seed is None else documents.shuffle(seed)
-    of_teacher = 0 if teacher is None else BYTES * teacher.packed.top_k
-    plan, builder = plan_rows(documents, capacity, strategy, more_bytes_a_token=of_teacher)
-    bytes_a_row = max((_BYTES_A_TOKEN + of_teacher) * capacity, builder.bytes_a_row)
+    plan, builder = plan_rows(documents, capacity, strategy)
+    bytes_a_row = max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row)
+    bytes_a_row += 0 if teacher is None else BYTES * teacher.packed.top_k * capacity
     n_rows = rows_per_shard or max(1, _BYTES_A_SHARD // bytes_a_row)
     _check_tokens(documents)
     schema = _schema(images is not None, teacher is not None)
@@ -207,8 +206,8 @@ def write_packs(
         for first in range(0, plan.n_bins, n_rows):
             path, end = aside / f"shard-{len(shards):05d}.arrow", min(first + n_rows, plan.n_bins)
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-                for rows in builder.tables(first, end):
-                    rows = rows if teacher is None else with_teacher(rows, teacher)
+                tables = builder.tables(first, end)
+                for rows in tables if teacher is None else add_teacher_columns(tables, teacher):
                     table = _with_boundaries(rows, schema)
                     stream.write_table(table)
                     _update(hashes, table)
@@ -275,7 +274,7 @@ def _update(hashes: dict[str, Any], table: pa.Table) -> None:
 
 
 def read_packs(
-    folder: str | Path, tokenizer_hash: str, *, teach_outputs: int | None = None
+    folder: str | Path, tokenizer_hash: str, *, reads_teacher: bool = False
 ) -> tuple[PackManifest, datasets.Dataset]:
     """The rows that `write_packs` wrote, memory-mapped; RAM holds only 4 bytes per document.
 
@@ -285,17 +284,15 @@ def read_packs(
 
     Args:
         tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
-        teach_outputs: outputs of the student's head, to read the columns of the teacher too, as arrays; None
-            leaves them out.
+        reads_teacher: the rows get the columns of the packs' teacher too, as arrays.
 
     Returns:
         The manifest, and a `datasets.Dataset` of `input_ids`, `labels` and `seq_lengths`, and of `images`
         where there are some, as `pack_dataset` would give them.
 
     Raises:
-        InputError: the packs are for another tokenizer, or hold no teacher or one of another vocabulary; a
-            shard is missing, cut or not what was written; or boundaries contradict the rows. The error names
-            the file and the row.
+        InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
+            boundaries contradict the rows. The error names the file and the row.
     """
     import datasets
     from datasets.utils import tqdm
@@ -307,13 +304,11 @@ def read_packs(
             f"{folder}: packed with another tokenizer, that of {manifest.model_name or 'another model'} "
             f"({manifest.tokenizer_hash[:12]}, the model's is {str(tokenizer_hash)[:12]}); pack the data anew"
         )
-    if teach_outputs is not None and manifest.teacher is None:
-        raise InputError(f"{folder}: packed without a teacher; write the packs with `unsloth-pack teach`")
     shards = []
-    of_teacher = [] if teach_outputs is None else TEACHER_COLUMNS
+    of_teacher = TEACHER_COLUMNS if reads_teacher else ()
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
-        lengths = _checked_lengths(path, shard, manifest, teach_outputs)
+        lengths = _checked_lengths(path, shard, manifest)
         columns = ["input_ids", "labels", *([IMAGES] if manifest.images else []), *of_teacher]
         tokens = datasets.Dataset.from_file(str(path)).select_columns(columns)
         shards.append(tokens.add_column("seq_lengths", lengths, new_fingerprint=shard.sha256))
@@ -327,9 +322,7 @@ def read_packs(
     return manifest, rows
 
 
-def _checked_lengths(
-    path: Path, shard: Shard, manifest: PackManifest, teach_outputs: int | None
-) -> pa.ChunkedArray:
+def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.ChunkedArray:
     """The document lengths of every row of a shard, after checks of all its bytes and rows."""
     import pyarrow as pa
 
@@ -343,8 +336,6 @@ def _checked_lengths(
                 raise InputError(f"{path}: its columns are not those of packs; pack the data anew")
             for batch in filter(len, stream):
                 lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))
-                if manifest.teacher is not None and teach_outputs is not None:
-                    check_teacher_rows(batch, manifest.teacher.top_k, teach_outputs, f"{path} row", row)
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy it again, or pack anew") from None

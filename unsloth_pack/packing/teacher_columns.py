@@ -11,13 +11,11 @@ known there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-
-from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,37 +52,20 @@ class Teacher(Protocol):
 
 
 def teacher_types() -> dict[str, pa.DataType]:
-    """The types of the columns."""
+    """Return the types of the columns."""
     import pyarrow as pa
 
     return {TEACHER_IDS: pa.list_(pa.int32()), TEACHER_LOG_PROBS: pa.list_(pa.float16())}
 
 
-def with_teacher(rows: pa.Table, teacher: Teacher) -> pa.Table:
-    """Append the columns to packed rows, which have `seq_lengths`."""
+def add_teacher_columns(tables: Iterable[pa.Table], teacher: Teacher) -> Iterator[pa.Table]:
+    """Append the columns to packed rows, which have `seq_lengths`, and return each row as a table."""
     import pyarrow as pa
 
-    columns = (rows[name].combine_chunks() for name in ("input_ids", "labels", "seq_lengths"))
-    results = [teacher(*(x.values.to_numpy() for x in row)) for row in zip(*columns, strict=True)]
-    for name, values in zip(TEACHER_COLUMNS, zip(*results, strict=True), strict=True):
-        offsets = pa.array(np.cumsum([0, *(x.size for x in values)]), pa.int32())
-        flat = pa.array(np.concatenate([x.ravel() for x in values]), teacher_types()[name].value_type)
-        rows = rows.append_column(name, pa.ListArray.from_arrays(offsets, flat))
-    return rows
-
-
-def check_teacher_rows(batch: pa.RecordBatch, top_k: int, n_outputs: int, where: str, first_row: int) -> None:
-    """Refuse rows of a shard that do not hold k tokens of the student for each of their own."""
-    n_ids = np.diff(batch["input_ids"].offsets)
-    ends = [batch[name].offsets.to_numpy() for name in TEACHER_COLUMNS]
-    for row, (begin, end) in enumerate(pairwise(ends[0])):
-        ids = batch[TEACHER_IDS].values[begin:end].to_numpy()
-        is_whole = all(of_rows[row + 1] - of_rows[row] == top_k * n_ids[row] for of_rows in ends)
-        if not is_whole or ids.min(initial=0) < 0:
-            problem, remedy = f"not {top_k} tokens of the teacher for each", "write the packs anew"
-        elif ids.max(initial=0) >= n_outputs:
-            problem = f"the teacher has token {ids.max()}, and the model outputs 0 to {n_outputs - 1}"
-            remedy = "take a teacher of its vocabulary"
-        else:
-            continue
-        raise InputError(f"{where} {first_row + row}: {problem}; {remedy}")
+    for table in tables:
+        for batch in table.to_batches(max_chunksize=1):
+            row = (batch[name].flatten().to_numpy() for name in ("input_ids", "labels", "seq_lengths"))
+            taught = pa.Table.from_batches([batch])
+            for (name, kind), values in zip(teacher_types().items(), teacher(*row), strict=True):
+                taught = taught.append_column(name, pa.array([values.ravel()], kind))
+            yield taught

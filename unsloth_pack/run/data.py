@@ -23,6 +23,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images, without_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
 from unsloth_pack.packing.dataset import pack_documents
+from unsloth_pack.packing.teacher_columns import TEACHER_IDS
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.documents import (
     OpenedStream,
@@ -220,9 +221,10 @@ class _Builder:
 
     def packed_rows(self, folder: Path) -> PreparedRows:
         """Rows that were packed on disk."""
-        outputs = self._vocab_size if self._reads_teacher else None
-        packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer), teach_outputs=outputs)
-        check_token_ids(rows, self._vocab_size)
+        reads_teacher = self._reads_teacher
+        packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer), reads_teacher=reads_teacher)
+        for column in ("input_ids", *([TEACHER_IDS] if reads_teacher else [])):
+            check_token_ids(rows, self._vocab_size, column)
         if packs.images is not None and self._images is not None:
             check_files_of_packs(folder, rows, self._images)
         elif packs.images is None:
