@@ -19,9 +19,8 @@ from unsloth_pack.run.data_flags import (
 )
 from unsloth_pack.run.machine import check_new_folder
 
-_NO_IMAGES = (
-    "and a teacher reads text alone; take them out, or leave the teacher out with `unsloth-pack pack`"
-)
+LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")  # flags of a teacher
+_NO_IMAGES = "and a teacher reads text alone; take them out, or pack them with `unsloth-pack pack`"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,16 +33,8 @@ def run(arguments: Sequence[str]) -> int:
     return write(parser.parse(arguments), "pack")
 
 
-def write(
-    flags: Mapping[str, Any],
-    command: str,
-    teacher: PackedTeacher | None = None,
-    loading: Mapping[str, Any] | None = None,
-) -> int:
-    """Write and print the packs that the flags of a command describe.
-
-    loading: of the teacher, see `ModelTeacher`.
-    """
+def write(flags: Mapping[str, Any], command: str, teacher: PackedTeacher | None = None) -> int:
+    """Write and print the packs that the flags of a command describe."""
     if "out" not in flags:
         raise InputError(f"--out is missing; see `unsloth-pack {command} --help`")
     out = Path(flags["out"])
@@ -80,7 +71,8 @@ def write(
     if teacher is not None:
         from unsloth_pack.run.teacher import ModelTeacher
 
-        model = ModelTeacher(teacher, {"max_seq_length": capacity, **(loading or {})})
+        loading = {name: flags[name] for name in LOADING if name in flags}
+        model = ModelTeacher(teacher, loading | {"max_seq_length": capacity})
     manifest = write_packs(
         documents.rows,
         out,

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from unsloth_pack.cli.pack import pack_parser, write
+from unsloth_pack.cli.pack import LOADING, pack_parser, write
 from unsloth_pack.config.values import Count, Positive
 from unsloth_pack.packing.teacher_columns import BYTES, PackedTeacher
 
-_LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")
 _TOP_K = 64
 
 
@@ -23,10 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--top_k", type=Count, metavar="TOKENS", help=likeliest)
     divisor = "divides the teacher's logits; the student trains at the same (default: 1)"
     parser.add_argument("--temperature", type=Positive, help=divisor)
-    for name in _LOADING:
+    for name in LOADING:
         parser.add_option(name)
     flags = parser.parse(arguments)
     teacher = PackedTeacher(
         flags.get("model_name", "demo"), flags.get("top_k", _TOP_K), flags.get("temperature", 1.0)
     )
-    return write(flags, "teach", teacher, {name: flags[name] for name in _LOADING if name in flags})
+    return write(flags, "teach", teacher)

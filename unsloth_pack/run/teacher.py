@@ -18,9 +18,7 @@ from unsloth_pack.verification import probe
 class ModelTeacher:
     """Asks a patched model for the most likely next tokens of packed rows: a `packing.Teacher`.
 
-    Args:
-        packed: what is asked for.
-        loading: further arguments of `FastLanguageModel.from_pretrained`.
+    `loading` are further arguments of `FastLanguageModel.from_pretrained`.
 
     Raises:
         InputError: the model cannot be loaded, or its head only computes all logits.
