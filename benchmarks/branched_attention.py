@@ -3,8 +3,9 @@
     python benchmarks/branched_attention.py [--window 256] [--uneven 1,2,4,8]
 
 A row holds a prefix of 1,000 tokens and 8 branches of 500, or 8 documents of 1,500, once and four times, in
-bfloat16. Times are of the forward pass and of both passes, the median of 30 calls. `--uneven` tries factors
-for how finely `triton` divides the gradients of k and v. Tests judge correctness.
+bfloat16. Times are of the forward pass and of both passes, the median of 30 calls. Backends that take no
+branches leave those rows to `triton`. `--uneven` tries factors for how finely that divides the gradients of k
+and v. Tests judge correctness.
 """
 
 import argparse
