@@ -36,7 +36,7 @@ class FastSequenceClassification(nn.Module):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Any = None,
+        attention_mask: object = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -45,7 +45,7 @@ class FastSequenceClassification(nn.Module):
         packed_seq_lengths: object = None,
         seq_lengths: object = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> SequenceClassifierOutputWithPast:
         """Answer every document of a packed row, or every row of a batch, at its last token.
 
         As in transformers, that is the last one that is not `pad_token_id`: where a text ends with its EOS
@@ -74,12 +74,16 @@ class FastSequenceClassification(nn.Module):
         kwargs = {name: x for name, x in kwargs.items() if name not in ROW_KEYWORDS} | {"packed_row": row}
         pad_token_id = self.config.get_text_config().pad_token_id
         if not isinstance(row, PackedRow):
-            # A mask may also come ready for attention
-            is_per_token = getattr(attention_mask, "shape", None) == getattr(input_ids, "shape", ())
-            if pad_token_id is not None and input_ids is not None and is_per_token:
+            if (
+                pad_token_id is not None
+                and input_ids is not None
+                and isinstance(attention_mask, Tensor)
+                and attention_mask.shape == input_ids.shape  # it may also come ready for attention
+            ):
                 # So that no answer is read from masked padding
                 inputs["input_ids"] = input_ids.masked_fill(attention_mask == 0, pad_token_id)
-            return super().forward(**inputs, labels=labels, **kwargs)
+            output: SequenceClassifierOutputWithPast = super().forward(**inputs, labels=labels, **kwargs)
+            return output
         if labels is not None:
             labels = _by_document(row, labels, self.num_labels)
         num_items = kwargs.pop("num_items_in_batch", None)
@@ -103,7 +107,8 @@ class FastSequenceClassification(nn.Module):
 
 def _by_document(row: PackedRow, labels: Tensor, n_labels: int) -> Tensor:
     """Return labels as `[D]` or `[D, L]`; a collator may have put a dimension for the one row in front."""
-    for shape in ((len(row.documents),), (len(row.documents), n_labels)):
+    shapes: list[tuple[int, ...]] = [(len(row.documents),), (len(row.documents), n_labels)]
+    for shape in shapes:
         if labels.numel() == math.prod(shape):
             return labels.reshape(shape)
     problem = f"labels have shape {[*labels.shape]} and the row {len(row.documents)} documents"

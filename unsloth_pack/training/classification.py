@@ -1,12 +1,13 @@
 """A run's trainer for classes of documents: one packed row a batch, one answer a document."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch.nn import functional as F
-from transformers import GenerationConfig, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl import SFTTrainer
 
 from unsloth_pack.packed_row.row import PackedRow
@@ -44,7 +45,7 @@ class _ModelsOwnLoss(SFTTrainer):
 class ClassificationTrainer(RunTrainer, _ModelsOwnLoss):
     """A `RunTrainer` of a model that answers once per document; evaluates its loss and accuracy."""
 
-    def __init__(self, *, model: Any, **kwargs: Any):
+    def __init__(self, *, model: PreTrainedModel | PeftModel, **kwargs: Any):
         own = vars(model.get_base_model() if isinstance(model, PeftModel) else model)
         own["generation_config"] = GenerationConfig()  # TRL's trainer sets the padding token there
         super().__init__(model=model, **kwargs)
