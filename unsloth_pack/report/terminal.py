@@ -141,10 +141,7 @@ def print_packs(
     begins_with = "--init_adapter" if is_for_adapter else "--model_name"
     command = ["unsloth-pack", begins_with, packs.model_name, "--dataset", folder]
     command += ["--image_folder", image_folder] if image_folder is not None else []
-    of_teacher: list[Line] = []
     if packs.teacher is not None:
-        of_each = f"its {packs.teacher.top_k} most likely next tokens for each token"
-        of_teacher.append(("teacher", f"{packs.teacher.model_name}, {of_each}"))
         command[1:3] = ["--objective", "distill", "--teacher", "stored", "--model_name", "STUDENT"]
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
     size = sum(shard.bytes for shard in packs.shards)
@@ -154,7 +151,6 @@ def print_packs(
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
         ("fingerprint", packs.data_fingerprint),
         ("output", folder),
-        *of_teacher,
         ("train with", shlex.join(command)),
     ]
     print_lines(console, "packed", lines)
