@@ -13,7 +13,7 @@ from head_cases import leaves, make
 
 from unsloth_pack.kernels import TeacherHead, TopLogProbs, linear_distillation, reference
 from unsloth_pack.kernels.distillation import DIVERGENCES
-from unsloth_pack.kernels.plain import scale_and_cap
+from unsloth_pack.kernels.head import scale_and_cap
 
 pytest.importorskip("triton")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

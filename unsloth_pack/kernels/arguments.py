@@ -147,3 +147,14 @@ class Distillation(NamedTuple):
     divergence: Tensor  # in nats
     teacher_entropy: Tensor  # in nats, at the temperature; of `TopLogProbs` with the student's tail
     is_top1: Tensor  # True if no logit of the student is greater than the label's
+
+
+def dropout_threshold(p: float) -> int:
+    """Return the least 16-bit number whose element is not dropped."""
+    return round(p * 2**16)
+
+
+def dropout_scale(p: float) -> float:
+    """Return the factor on remaining elements, 1 / (1 - p) with the rounded p; 0 if none remain."""
+    n_remaining = 2**16 - dropout_threshold(p)
+    return 2**16 / n_remaining if n_remaining else 0.0

@@ -38,14 +38,16 @@ from unsloth_pack.kernels.head import (
     Inputs,
     LabelledRows,
     Options,
+    complete_teacher,
+    expect,
     load_block,
     logit_and_slope,
     prepare_head_inputs,
+    scale_and_cap,
     scale_rounded_once,
     spread_gradients,
 )
 from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_fused_path, tl, wide_dtype
-from unsloth_pack.kernels.plain import complete_teacher, expect, scale_and_cap
 
 DIVERGENCES = get_args(Divergence)
 _BLOCK = 4096  # logits of each model that a program holds at a time

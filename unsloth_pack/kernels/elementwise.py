@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.arguments import dropout_scale, dropout_threshold
 from unsloth_pack.kernels.launch import (
     apply,
     as_rows,
@@ -38,7 +39,6 @@ from unsloth_pack.kernels.launch import (
     tl,
     triton,
 )
-from unsloth_pack.kernels.plain import dropout_scale, dropout_threshold
 
 _BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
 _WARPS = 4

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores
+from unsloth_pack.kernels.arguments import ExtraLogits, Field, TokenScores, TopLogProbs
 from unsloth_pack.kernels.launch import (
     HostCopy,
     add_product,
@@ -36,7 +36,6 @@ from unsloth_pack.kernels.launch import (
     tl,
     wide_dtype,
 )
-from unsloth_pack.kernels.plain import scale_and_cap, score
 
 IGNORE_INDEX = -100
 
@@ -257,6 +256,41 @@ def spread_gradients(
 def scale_rounded_once(x: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Compute x * factor in `dtype`. x stays: the backward may run again."""
     return None if x is None else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def scale_and_cap(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return scale * logits in float32 or wider; softcap * tanh(scale * logits / softcap) with a softcap."""
+    z = scale * logits.to(wide_dtype(logits))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def score(z: Tensor, labels: Tensor, fields: Collection[Field]) -> TokenScores:
+    """Score labels `[...]` under logits `[..., V]`."""
+    log_p = z.log_softmax(-1)
+    has_no_label = labels == -100
+    scores = {"log_prob": log_p.gather(-1, labels.clamp(min=0).long()[..., None])[..., 0]}
+    if "entropy" in fields:  # 0 * -inf would be NaN
+        scores["entropy"] = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    if "is_top1" in fields:
+        scores["is_top1"] = z.argmax(-1) == labels
+    if "mean_logit" in fields:
+        scores["mean_logit"] = z.mean(-1)
+    if "log_sum_sq_probs" in fields:
+        scores["log_sum_sq_probs"] = (2 * log_p).logsumexp(-1)
+    return TokenScores(**{name: x.masked_fill(has_no_label, 0) for name, x in scores.items()})
+
+
+def expect(weights: Tensor, values: Tensor) -> Tensor:
+    """Sum weights * values over the last dimension; values may be infinite where weights are 0."""
+    return torch.where(weights > 0, weights * values, 0).sum(-1)
+
+
+def complete_teacher(z: Tensor, stored: TopLogProbs) -> Tensor:
+    """Return log-probabilities `[.., V]`: the stored ones, and the rest as spread by logits z `[.., V]`."""
+    ids, log_q = stored.ids.long(), stored.log_probs.to(z.dtype)
+    rest = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+    others = z.scatter(-1, ids, -math.inf)
+    return (others - others.logsumexp(-1, keepdim=True) + rest.log()).scatter_(-1, ids, log_q)
 
 
 def score_plainly(

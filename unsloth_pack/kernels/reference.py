@@ -28,17 +28,11 @@ from unsloth_pack.kernels.arguments import (
     TeacherHead,
     TokenScores,
     TopLogProbs,
-)
-from unsloth_pack.kernels.launch import wide_dtype
-from unsloth_pack.kernels.plain import (
-    complete_teacher,
     dropout_scale,
     dropout_threshold,
-    expect,
-    philox,
-    scale_and_cap,
-    score,
 )
+from unsloth_pack.kernels.head import complete_teacher, expect, scale_and_cap, score
+from unsloth_pack.kernels.launch import wide_dtype
 
 
 def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
@@ -403,7 +397,20 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
     (n_rows, n_columns), wide = x.shape, wide_dtype(x)
     counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]
-    words = torch.cat(philox(seed.view(()), counters, rows), dim=1)
+    words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)
     numbers = torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n_columns]
     out = torch.where(numbers >= dropout_threshold(p), x.to(wide) * dropout_scale(p), 0.0)
     return out.to(x.dtype) if add_to is None else add_to.copy_(add_to.to(wide) + out)
+
+
+def _philox(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute Philox 4x32-7 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
+    low = 2**32 - 1
+    k0, k1 = key & low, key >> 32 & low
+    c0, c1 = torch.broadcast_tensors(c0, c1)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(7):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return c0, c1, c2, c3

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels.arguments import ExtraLogits, TopLogProbs
-from unsloth_pack.kernels.head import HeadPass, LabelledRows, prepare_head_inputs
+from unsloth_pack.kernels.head import HeadPass, LabelledRows, prepare_head_inputs, scale_and_cap
 from unsloth_pack.kernels.launch import wide_dtype
-from unsloth_pack.kernels.plain import scale_and_cap
 
 
 @torch.no_grad()

@@ -252,12 +252,11 @@ class StepLabels:
         it.
         """
         row = self._row
-        if row is None or not (
-            logits.requires_grad and self._model.training and len(row.places_before_others)
-        ):
+        if row is None or not (logits.requires_grad and self._model.training):
             return
         is_counted = self.num_items is not None and self.labels is None
-        if logits.shape[:-1] != row.shape or not (is_counted or self._is_first_check()):
+        has_others = logits.shape[:-1] == row.shape and len(row.places_before_others) > 0
+        if not (has_others and (is_counted or self._is_first_check())):
             return
         places = row.upload(row.places_before_others)
 
