@@ -1,13 +1,12 @@
 """A run's trainer for classes of documents: one packed row a batch, one answer a document."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel, Trainer
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl import SFTTrainer
 
 from unsloth_pack.packed_row.row import PackedRow
