@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from cli_runs import cut_after, losses, read_metrics
 from tables import table
 from warm import torchrun
@@ -137,10 +136,3 @@ def test_what_contradicts_a_teacher_is_refused(flags, said, refused):
 def test_sharded_weights_are_refused(how):
     errors = list(map(str, contradictions(read_options(["--objective=distill", how]))))
     assert any("and objective is 'distill', which needs the whole head" in error for error in errors)
-
-
-def test_a_head_that_is_trained_in_full_is_left_out_of_the_base(train, tmp_path):
-    assert train("--sample_packing", **FLAGS, modules_to_save="lm_head,norm") == 0
-    (first, *_, last) = log_of(tmp_path / "out")
-    assert first["kl_loss"] == 0
-    assert torch.isfinite(torch.tensor(last["kl_loss"]))

@@ -121,23 +121,6 @@ def test_a_notebook_trains_and_evaluates(tmp_path):
     assert base.training_loss.__name__ == "cross_entropy"  # as before: the trainer's alone is another
 
 
-def test_an_anchor_holds(tmp_path):
-    """The more the divergence counts, the nearer the model stays to its base."""
-    spread = []
-    for kl_weight in (0.0, 10.0):
-        model = tiny_model("qwen3")
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if "lora_B" in name:
-                    weight.zero_()
-        patch_model(model)
-        log = runs.logged(notebook_trainer(tmp_path, True, model=model, kl_weight=kl_weight, logging_steps=1))
-        trained = [line for line in log if "loss" in line]
-        assert trained[0]["kl_loss"] == 0
-        spread.append(trained[-1]["kl_loss"])
-    assert 0 < spread[1] < spread[0] / 2
-
-
 @table("sums, said", [
     (float("nan"), "kl_loss is nan about update 0"),
     (5.0, "kl_loss jumps to 0.5 about update 0, from at most 0.1 in the 8 log lines before"),

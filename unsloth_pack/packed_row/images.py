@@ -135,8 +135,7 @@ class BlockRows:
             queries, keys = (PackedRow.of_lengths(tuple(r.lengths.tolist()), row.device) for r in runs)
             return cls(queries, keys, *(row.upload(r.places) for r in runs))
 
-        blocks: BlockRows = row.once(("blocks", window), build)
-        return blocks
+        return row.once(("blocks", window), build)
 
     @classmethod
     def static(cls, row: PackedRow, window: int | None, bucket: "BlockShape") -> "BlockRows":
@@ -150,8 +149,7 @@ class BlockRows:
         )
         places = torch.zeros(n_queries + n_keys, dtype=torch.int64, device=row.device)
         build = partial(cls, queries, keys, places[:n_queries], places[n_queries:])
-        blocks: BlockRows = row.once(("blocks", window), build)
-        return blocks
+        return row.once(("blocks", window), build)
 
     def fill(self, row: PackedRow, window: int | None, spare: int, padding: int) -> None:
         """Make these static blocks describe those of `row`, followed by `padding` runs of a `spare` token.
