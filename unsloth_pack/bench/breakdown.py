@@ -95,7 +95,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
 def _fused_kernels() -> Iterator[str]:
     """List this package's Triton kernels by the profiler's names, without those that `_OF_KERNEL` sorts."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        if not module.name.endswith((".attention", ".attention_tiles", ".token_scores")):
+        if not module.name.endswith((".attention", ".attention_kernels", ".token_scores")):
             yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
 
 

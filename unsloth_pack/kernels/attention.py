@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import reference
-from unsloth_pack.kernels.attention_tiles import forward_kernel, kv_gradient_kernel, q_gradient_kernel
+from unsloth_pack.kernels.attention_kernels import forward_kernel, kv_gradient_kernel, q_gradient_kernel
 from unsloth_pack.kernels.launch import (
     apply,
     check_dtypes,
