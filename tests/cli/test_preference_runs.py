@@ -1,6 +1,7 @@
 """`unsloth-pack --objective dpo`, `kto` and `orpo` from end to end on a tiny model."""
 
 import json
+from pathlib import Path
 
 import pytest
 from cli_runs import cut_after, read_metrics
@@ -60,6 +61,18 @@ def test_the_better_answers_become_likelier(flags, data, names, train, pairs, tm
     assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
     assert evaluated[-1]["eval_rewards/margins"] > evaluated[0]["eval_rewards/margins"]
     assert "reward of the better answer" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_labels_of_feedback_may_be_text_as_in_csv(train, pairs, tmp_path):
+    rows = json.loads(Path(pairs["labelled"]).read_text())
+    lines = [f"{row['prompt']},{row['completion']},{bool(row['label'])}" for row in rows]
+    (tmp_path / "labelled.csv").write_text("\n".join(["prompt,completion,label", *lines]))
+    seen = []
+    for data in (pairs["labelled"], tmp_path / "labelled.csv"):
+        flags = FLAGS | {"dataset": data, "objective": "kto", "max_steps": 2}
+        assert train(**flags, output_dir=tmp_path / Path(data).suffix) == 0
+        seen.append([line["loss"] for line in log_of(tmp_path / Path(data).suffix)])
+    assert seen[0] == seen[1]
 
 
 def test_evaluation_is_the_same_however_pairs_are_batched(train, pairs, tmp_path):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _PAIR = ("chosen", "rejected")
 _REMEDY = "correct or remove the row"
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # also as text
 
 
 def preferences_of(
@@ -192,10 +193,10 @@ def _labels_of(dataset: datasets.Dataset) -> tuple[np.ndarray, datasets.Dataset]
     if "label" not in dataset.column_names:
         ways = offer({dataset.column_names[-1]: "label"})
         raise InputError(f"no column label says which answers are good; name it, such as {ways}")
-    labels = dataset["label"][:]
-    for number, label in enumerate(labels):
-        if label not in (0, 1):
-            fail(number, "label", "expected true or false", label, _REMEDY)
+    labels = [_LABELS.get(str(label).strip().lower()) for label in dataset["label"]]
+    if None in labels:
+        number = labels.index(None)
+        fail(number, "label", "expected true or false", dataset[number]["label"], _REMEDY)
     return np.array(labels, bool), dataset.remove_columns("label")
 
 
