@@ -35,6 +35,15 @@ def weights(rollout):
 def outside(rollout):
     return [10**6]
 
+def below(rollout):
+    return [-1]
+
+def counting(rollout):
+    rollout.counters["said"] = rollout.text
+
+def pair(rollout, more):
+    return None
+
 def failing(rollout):
     return rollout.row["nothing"]
 
@@ -145,6 +154,9 @@ def test_what_cannot_be_generated_is_refused(flags, said, refused, tmp_path):
     ("text", "returned str; return token ids, (ids, weights) or None"),
     ("weights", "ids and other weights; give a number for each"),
     ("outside", "returned an id outside of 0 to "),
+    ("below", "returned an id outside of 0 to "),
+    ("counting", "functions.py:counting failed: ValueError: could not convert string to float"),
+    ("pair", "functions.py:pair failed: TypeError: pair() missing 1 required positional argument"),
     ("failing", "failed in line "),
     ("nothing", "made no target of any prompt; correct it, or the data"),
 ])  # fmt: skip

@@ -207,17 +207,19 @@ class RolloutStream:
         rollout.counters["truncated"] = not rollout.ended
         try:
             target = self._function(rollout)
+            counters = dict(zip(rollout.counters, map(float, rollout.counters.values()), strict=True))
         except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the function, if it was reached
+            frames = traceback.extract_tb(error.__traceback__)[1:2]  # the function's, if it was reached
+            where = "".join(f" in line {frame.lineno}" for frame in frames)
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise InputError(f"{self._name} failed in line {at.lineno}: {why}; correct it") from error
+            raise InputError(f"{self._name} failed{where}: {why}; correct it") from error
         document = None if target is None else self._checked(rollout.prompt, target)
         is_too_long = document is not None and len(document[0]) > self._max_length
-        rollout.counters["dropped"] = document is None or is_too_long
+        counters["dropped"] = document is None or is_too_long
         if is_too_long:
-            rollout.counters["target_too_long"] = 1
+            counters["target_too_long"] = 1
         self._n_rollouts += 1
-        for name, number in rollout.counters.items():
+        for name, number in counters.items():
             self._counters[name] += number
         return None if is_too_long else document
 
@@ -226,7 +228,7 @@ class RolloutStream:
         has_weights = isinstance(target, tuple) and len(target) == 2 and np.ndim(target[0]) == 1
         ids: Any = None
         weights: Any = None
-        with suppress(TypeError, ValueError):
+        with suppress(RuntimeError, TypeError, ValueError):
             ids = np.array(target[0] if has_weights else target)
             weights = np.array(target[1], np.float64) if has_weights else np.ones(ids.shape)
         if weights is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -236,7 +238,8 @@ class RolloutStream:
             raise InputError(
                 f"{self._name} returned {len(ids)} ids and other weights; give a number for each"
             )
-        if ids.size and not 0 <= ids.min() <= ids.max() < (vocab_size := len(self._tokenizer)):
+        vocab_size = len(self._tokenizer)
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise InputError(f"{self._name} returned an id outside of 0 to {vocab_size - 1}; give its tokens")
         tokens, of_tokens = prompt + ids.tolist(), [0.0] * len(prompt) + weights.tolist()
         labels = [token if weight else IGNORE_INDEX for token, weight in zip(tokens, of_tokens, strict=True)]
