@@ -148,8 +148,9 @@ def test_a_row_that_says_nothing_is_refused(objective, row, said, refused, tmp_p
 @table("objective, row, said", [
     ("kto", {"prompt": "q", "completion": "a"}, "no column label says which answers are good; name it"),
     ("kto", {"text": "a", "label": True}, "'completion' comes without a prompt; give columns prompt"),
+    ("kto", PAIR, "columns chosen, rejected are pairs; give --objective dpo or orpo"),
     ("dpo", {"prompt": "q", "completion": "a"}, "columns are prompt, completion; give chosen and rejected"),
-    ("sft", PAIR, "columns chosen, rejected are preferences; give --objective dpo, or"),
+    ("sft", PAIR, "columns chosen, rejected are preferences; train with --objective dpo, or"),
 ])  # fmt: skip
 def test_columns_of_another_objective_are_refused(objective, row, said, refused, tmp_path):
     assert said in refused(**FLAGS, objective=objective, dataset=write(tmp_path / "bad.json", [row]))

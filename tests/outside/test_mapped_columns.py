@@ -56,8 +56,8 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
         {"instruction": "q", "chosen": "a", "rejected": "b"},
     ):
         line = refusal([row])
-        assert "chosen, rejected are preferences; give --objective dpo, or to train on the better" in line
-        (said,) = re.findall(r"give (--columns \S+)", line)
+        assert "chosen, rejected are preferences; train with --objective dpo, or on the better" in line
+        (said,) = re.findall(r"with (--columns \S+)", line)
         ((text, _),) = trained([row], *shlex.split(said))
         assert text in ("qa<eos>", CHAT)
 

@@ -244,6 +244,12 @@ def test_documents_are_those_of_trl(rows, plain, tmp_path):
         assert ours_of_row["labels"] == [-100] * len(parts[0]) + parts[1] + parts[2]
 
 
+def test_a_prompt_that_both_conversations_repeat_is_there_once():
+    row = ROWS["conversations"][0]
+    repeated = [row | {"prompt": row["chosen"][:-1]}]
+    assert documents("dpo", repeated).to_list() == documents("dpo", [row]).to_list()
+
+
 def test_an_answer_begins_where_the_tokens_of_both_differ(plain, tmp_path):
     """Here one of them has a token together with the end of the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -194,8 +194,8 @@ def refuse_preferences(column_names: Collection[str]) -> None:
             answers = {"prompt": "completion", "instruction": "output"}
             to = next((answers[name] for name in answers if name in column_names), "messages")
             raise InputError(
-                f"columns {better}, {worse} are preferences; give --objective dpo, or to train on the better "
-                f"answers give {offer({better: to, worse: None})}"
+                f"columns {better}, {worse} are preferences; train with --objective dpo, or on the better "
+                f"answers with {offer({better: to, worse: None})}"
             )
 
 

@@ -164,12 +164,15 @@ class PreferenceMaker(SpanMaker):
 
 
 def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Take the prompt out of both answers where it has no column, or one of text beside conversations."""
+    """Take the prompt out of both answers where it has no column, or where their conversations repeat it."""
     names = {*dataset.column_names}
     if not {*_PAIR} <= names:
         raise InputError(f"the columns are {', '.join(dataset.column_names)}; give chosen and rejected")
     first = dataset[0] if len(dataset) else {}
-    repeats = isinstance(first.get("chosen"), list) and isinstance(first.get("prompt"), str)
+    chosen, prompt = first.get("chosen"), first.get("prompt")
+    repeats = isinstance(chosen, list) and (
+        isinstance(prompt, str) or (isinstance(prompt, list) and prompt == chosen[: len(prompt)])
+    )
     unread = names & {"messages", *(["prompt"] if repeats else [])}
     dataset = dataset.remove_columns([*unread])
     if (names - unread) & {"prompt", "instruction"} or not len(dataset):
@@ -191,6 +194,8 @@ def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
 def _labels_of(dataset: datasets.Dataset) -> tuple[np.ndarray, datasets.Dataset]:
     """Return `[rows]` bool, whether an answer is desirable, and the rows without that column."""
     if "label" not in dataset.column_names:
+        if {*_PAIR} <= {*dataset.column_names}:
+            raise InputError("columns chosen, rejected are pairs; give --objective dpo or orpo")
         ways = offer({dataset.column_names[-1]: "label"})
         raise InputError(f"no column label says which answers are good; name it, such as {ways}")
     labels = [_LABELS.get(str(label).strip().lower()) for label in dataset["label"]]
