@@ -150,6 +150,8 @@ def test_a_row_that_says_nothing_is_refused(objective, row, said, refused, tmp_p
     ("kto", {"text": "a", "label": True}, "'completion' comes without a prompt; give columns prompt"),
     ("kto", PAIR, "columns chosen, rejected are pairs; give --objective dpo or orpo"),
     ("dpo", {"prompt": "q", "completion": "a"}, "columns are prompt, completion; give chosen and rejected"),
+    ("dpo", {"chosen": json.dumps(turns("q", "a")), "rejected": json.dumps(turns("q", "b"))},
+     "column 'chosen' holds turns as JSON text; write them as a list of objects"),
     ("sft", PAIR, "columns chosen, rejected are preferences; train with --objective dpo, or"),
 ])  # fmt: skip
 def test_columns_of_another_objective_are_refused(objective, row, said, refused, tmp_path):

@@ -244,6 +244,16 @@ def test_documents_are_those_of_trl(rows, plain, tmp_path):
         assert ours_of_row["labels"] == [-100] * len(parts[0]) + parts[1] + parts[2]
 
 
+def test_labelled_answers_may_follow_an_instruction():
+    row = {"instruction": "q", "input": "r", "output": "a", "label": True}
+    pair = {"instruction": "q", "input": "r", "chosen": "a", "rejected": "b"}
+    (labelled,), (paired,) = documents("kto", [row]), documents("dpo", [pair])
+    n = len(labelled["input_ids"])
+    assert labelled["input_ids"] == paired["input_ids"][:n]
+    assert labelled["parts"] == paired["parts"][:n]
+    assert paired["parts"][n:] == [2, 2]
+
+
 def test_a_prompt_that_both_conversations_repeat_is_there_once():
     row = ROWS["conversations"][0]
     repeated = [row | {"prompt": row["chosen"][:-1]}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +112,15 @@ def _holds_conversation(value: Any) -> bool:
     return "assistant" in roles
 
 
-def holds_text_of_turns(value: object) -> bool:
+def refuse_text_of_turns(names: Iterable[str], first_rows: Sequence[Row]) -> None:
+    """Refuse a column whose first rows hold the JSON text of turns."""
+    for name in names:
+        if any(_holds_text_of_turns(row.get(name)) for row in first_rows):
+            problem = "holds turns as JSON text; write them as a list of objects, as .jsonl has it"
+            raise InputError(f"column {name!r} {problem}")
+
+
+def _holds_text_of_turns(value: object) -> bool:
     """Whether a value is the JSON text of a list of turns."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return False

@@ -10,7 +10,7 @@ Conversations keep the columns `tools` and `chat_template_kwargs`, which the cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.data import rows as fields
 from unsloth_pack.data.columns import (
     KNOWN_COLUMNS,
-    holds_text_of_turns,
     refuse_acting_values,
     refuse_media,
     refuse_preferences,
+    refuse_text_of_turns,
     rules_of,
     suggested,
 )
@@ -68,12 +68,6 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     first = first_rows[0] if first_rows else {}
     refuse_preferences(columns)
 
-    def refuse_text_of_turns(names: Iterable[str]) -> None:
-        for name in names:
-            if any(holds_text_of_turns(row.get(name)) for row in first_rows):
-                problem = "holds turns as JSON text; write them as a list of objects, as .jsonl has it"
-                raise InputError(f"column {name!r} {problem}")
-
     def holds_lists(column: str) -> bool:
         values = [row[column] for row in first_rows if row.get(column) is not None]
         return column in columns and (not values or isinstance(values[0], list))
@@ -85,7 +79,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     if {"instruction", "output"} <= columns:
         return DataFormat.ALPACA
     if "prompt" in columns and columns & {"completion", "response"}:
-        refuse_text_of_turns(("prompt", _answer_column(columns)))
+        refuse_text_of_turns(("prompt", _answer_column(columns)), first_rows)
         return DataFormat.PROMPT_COMPLETION
     if "text" in columns:
         return DataFormat.TEXT
@@ -94,7 +88,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "column 'input_ids' holds token ids of an unknown tokenizer; give their text, or packs from "
             "`unsloth-pack pack`"
         )
-    refuse_text_of_turns(column_names)
+    refuse_text_of_turns(column_names, first_rows)
     types = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
     mapping = suggested(column_names, first)
     way = "map them with --columns to messages, prompt, completion or text"

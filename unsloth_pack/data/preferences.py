@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.columns import refuse_text_of_turns
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, common_prefix
 from unsloth_pack.data.formats import Conversion, DataFormat
 from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED, Row, fail, offer
@@ -91,7 +92,7 @@ class PreferenceMaker(SpanMaker):
         """Convert the rows as those of a prompt and this answer alone."""
         to = "output" if "instruction" in self.dataset.column_names else "completion"
         rows = self.dataset.remove_columns([name for name in self._columns if name != answer])
-        rows = rows if answer == to else rows.rename_column(answer, to)
+        rows = rows.rename_column(answer, to) if answer in rows.column_names and answer != to else rows
         conversion = Conversion(rows, chat_template=bool(self._tokenizer.chat_template))
         if conversion.data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.ALPACA):
             raise InputError(f"column {answer!r} comes without a prompt; give columns prompt and {answer}")
@@ -169,6 +170,7 @@ def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
     if not {*_PAIR} <= names:
         raise InputError(f"the columns are {', '.join(dataset.column_names)}; give chosen and rejected")
     first = dataset[0] if len(dataset) else {}
+    refuse_text_of_turns(_PAIR, [first])
     chosen, prompt = first.get("chosen"), first.get("prompt")
     repeats = isinstance(chosen, list) and (
         isinstance(prompt, str) or (isinstance(prompt, list) and prompt == chosen[: len(prompt)])
