@@ -155,7 +155,13 @@ def other_vocabulary():
     return model
 
 
+def itself():
+    model = runs.model()
+    return {"model": model, "teacher": model.get_base_model()}
+
+
 @table("options, message", [
+    (itself, "teacher is the model that trains; give 'base' or 'init_adapter', or load another"),
     (lambda: {"kl_weight": 0, "ce_weight": 0}, "kl_weight is 0 and ce_weight 0; give a positive one"),
     (lambda: {"model": full()}, r"teacher is 'base', and .*embed_tokens.weight of it trains"),
     (lambda: {"model": with_biases()}, r"teacher is 'base', and .*bias of it trains; give"),

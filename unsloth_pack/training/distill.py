@@ -40,7 +40,8 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
             "stored" what batches hold, see `TokenColumnCollator`. Or another patched model, which is frozen.
 
     Raises:
-        InputError: the model has no base, the other has other outputs, or a head only computes logits.
+        InputError: the model has no base, the other has other outputs or is the same, or a head only computes
+            logits.
     """
     student = causal_lm(model)
     if why := why_loss_not_fused(student):
@@ -56,6 +57,8 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
     if teacher == STORED:
         return stored_teacher
     other = causal_lm(teacher)
+    if other is student:  # PEFT puts an adapter into the model that it is given
+        raise InputError("teacher is the model that trains; give 'base' or 'init_adapter', or load another")
     ours, theirs = (count_head_outputs(each) for each in (student, other))
     if ours != theirs:
         raise InputError(

@@ -18,7 +18,7 @@ def causal_lm(model: Any) -> FastCausalLM:
     """Return the patched model inside an adapter's; InputError if it is not patched."""
     if not is_patched(model):
         raise InputError(f"a {type(model).__name__} is not patched; load it with FastLanguageModel")
-    base: FastCausalLM = model.get_base_model() if hasattr(model, "peft_config") else model
+    base: FastCausalLM = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base
 
 
