@@ -123,12 +123,12 @@ def _of_objective(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name, objectives in _OF_OBJECTIVES.items():
         if v.objective not in objectives and getattr(v, name) != OPTIONS[name].default:
             yield f"{_said(v, name, 'objective')}; give --objective {objectives[0]}, or leave it out"
-    for name in ("fsdp", "deepspeed") if v.objective != "sft" else ():
+    for name in ("fsdp", "deepspeed", "task") if v.objective != "sft" else ():
         if getattr(v, name) is not None:
-            yield f"{_said(v, name, 'objective')}, which needs the whole head; leave out one of them"
+            yield f"{_said(v, name, 'objective')}, which needs the whole LM head; leave out one of them"
     if v.objective not in PREFERENCES:
         return
-    for name in ("streaming", "task", "train_on_responses_only"):
+    for name in ("streaming", "train_on_responses_only"):
         if getattr(v, name):
             yield f"{_said(v, name, 'objective')}; leave out one of them"
     for named in filter(None, (v.dataset, v.eval_dataset)):
@@ -160,9 +160,9 @@ def _of_rollouts(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
         return
     if v.rollout_function is None:
         yield "objective is 'rollouts', which needs another option; give --rollout_function FILE.py:NAME"
-    for name in ("fsdp", "deepspeed", "task", "train_on_responses_only"):
-        if getattr(v, name):
-            yield f"{_said(v, name, 'objective')}, which takes none; leave out one of them"
+    if v.train_on_responses_only:
+        only = _said(v, "train_on_responses_only", "objective")
+        yield f"{only}, which takes none; leave out one of them"
     if v.max_new_tokens >= v.max_seq_length:
         yield f"{_said(v, 'max_new_tokens', 'max_seq_length')}, which leaves no room for a prompt; lower one"
     if v.num_generations > 1 and not v.rollout_temperature:
