@@ -430,6 +430,20 @@ def test_a_planted_leak_between_branches_is_caught(wrong, arch, caught, is_probe
             probe(model)
 
 
+def test_a_model_that_does_not_attend_yet_trains(caplog):
+    """As before its first update, where output projections begin as zeros."""
+    plain = tiny_model("llama", lora={"tuning": "full"})
+    for layer in plain.get_decoder().layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    batch = batch_of(answers_to((17,), ((4, 9),)))
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss, truth = (run(**batch, labels=labels, use_cache=False).loss for run in (model, plain))
+    assert error(loss, truth) < 1e-6
+    assert caplog.messages == ["not probed for leaks between documents: no token reaches a later one"]
+
+
 # Whatever computes the layers
 
 

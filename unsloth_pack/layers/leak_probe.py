@@ -133,9 +133,19 @@ def look_for_leaks(probed: ProbeSubject) -> str | None:
         if not all(reached[i] > 0 for i in scored):
             return "no gradient reaches a document's own embeddings"
         if not all(reached[j] > 0 for j in seen):
+            if not attends(probed, documents, generator):  # projections that begin as zeros
+                return "no token reaches a later one"
             problem = f"documents of a packed row do not see those they continue, with {probed.attn_backend}"
             raise LeakFound(f"{problem}; try another attn_backend, or share_prefixes=False")
     return None
+
+
+def attends(probed: ProbeSubject, documents: Sequence[Tensor], generator: torch.Generator) -> bool:
+    """Return whether the first token of some document changes the output of a later one."""
+    changed = [torch.cat([change_tokens(x[:1], probed.vocab_size, generator), x[1:]]) for x in documents]
+    with torch.no_grad():
+        pairs = zip(probed.packed_outputs(documents), probed.packed_outputs(changed), strict=True)
+        return any(bool((before[1:] != after[1:]).any()) for before, after in pairs)
 
 
 def find_visible(parent: Sequence[int] | None, n_documents: int) -> np.ndarray:
