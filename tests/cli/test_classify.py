@@ -169,6 +169,7 @@ def test_classes_of_a_column():
         found.numbers(rows_of(["high", "other"]))
     for labels, message in (
         (["a", None, "b"], "a: row 1, column 'label': no class, got None; give whole numbers or names"),
+        (["a", "b", ""], "a: row 2, column 'label': no class, got ''; give whole numbers or names"),
         ([0.5, 1.0], "row 0, column 'label': no class, got 0.5; give whole numbers or names"),
         (["a", "a"], "label_column 'label' holds 1 label; give data with two or more"),
     ):

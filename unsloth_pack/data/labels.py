@@ -65,7 +65,8 @@ def _names_in(rows: datasets.Dataset, column: str) -> list[str]:
     of_numbers = getattr(rows.features[column], "names", None)
     names = []
     for index, value in enumerate(rows.with_format(None)[column][:]):
-        if not isinstance(value, str | int) or (of_numbers and value == -1):  # it stands for none
+        is_none = value == (-1 if of_numbers else "")  # as files of CSV hold a missing one
+        if is_none or not isinstance(value, str | int):
             fail(index, column, "no class", value, "give whole numbers or names, or remove the row")
         names.append(of_numbers[value] if of_numbers else str(value))
     return names
