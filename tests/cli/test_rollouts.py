@@ -44,6 +44,9 @@ def counting(rollout):
 def pair(rollout, more):
     return None
 
+def long(rollout):
+    return [5] * 200
+
 def failing(rollout):
     return rollout.row["nothing"]
 
@@ -143,10 +146,12 @@ def whole_data(folder):
     ({"rollout_function": "functions.py"}, "rollout_function is 'functions.py'; give FILE.py:NAME"),
     ({"max_new_tokens": 192}, "max_new_tokens is 192 and max_seq_length is 192, which leaves no room"),
     ({"rollout_temperature": 0}, "num_generations is 2 and rollout_temperature is 0.0, and so all equal"),
+    ({"dataset": "empty.json"}, "row 1, column 'prompt': nothing to answer, got ''; remove the row"),
     ({"dataset": "texts.json"}, "texts.json: rows of the format text have no prompt; give a column prompt"),
 ])  # fmt: skip
 def test_what_cannot_be_generated_is_refused(flags, said, refused, tmp_path):
     (tmp_path / "texts.json").write_text(json.dumps([{"text": "ab"}] * 3))
+    (tmp_path / "empty.json").write_text(json.dumps([{"prompt": "ab"}, {"prompt": ""}]))
     assert said in refused(**FLAGS | flags)
 
 
@@ -158,7 +163,8 @@ def test_what_cannot_be_generated_is_refused(flags, said, refused, tmp_path):
     ("counting", "functions.py:counting failed: ValueError: could not convert string to float"),
     ("pair", "functions.py:pair failed: TypeError: pair() missing 1 required positional argument"),
     ("failing", "failed in line "),
-    ("nothing", "made no target of any prompt; correct it, or the data"),
+    ("nothing", "made no target of any prompt, and 0 prompts or targets were too long; correct it, or"),
+    ("long", "made no target of any prompt, and 80 prompts or targets were too long; correct it, or"),
 ])  # fmt: skip
 def test_a_function_that_returns_something_else_trains_nothing(function, said, train, tmp_path, capsys):
     assert train(**FLAGS | {"rollout_function": f"functions.py:{function}"}) == 2

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.data.encoding import IGNORE_INDEX
+from unsloth_pack.data.rows import fail
 from unsloth_pack.data.streaming import DocumentBlock, Place, RawBlock, RowSource, Share, endless
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.data.tokenize import DocumentMaker, RowHashes, document_schema
@@ -136,7 +137,9 @@ class RolloutStream:
                 yield DocumentBlock(_table(targets), tally, replace(begin, done=some[-1] + 1), False)
             if block.ends_pass:
                 if n_seen and not n_targets:
-                    raise InputError(f"{self._name} made no target of any prompt; correct it, or the data")
+                    n_long = sum(int(self._counters[f"{what}_too_long"]) for what in ("prompt", "target"))
+                    said = f"{self._name} made no target of any prompt, and {n_long} prompts or targets"
+                    raise InputError(f"{said} were too long; correct it, or the data")
                 n_seen = n_targets = 0
             yield DocumentBlock(_table([]), SpanCounts(), block.end, False)  # what waits is carried over
 
@@ -177,7 +180,10 @@ class RolloutStream:
             with_answer = rows.add_column("completion", [answer] * len(rows))
         try:
             make = DocumentMaker(with_answer, self._tokenizer, self._max_length, None, None, numbers)
-            return rows, make.prompts()
+            prompts = make.prompts()
+            if [] in prompts:
+                fail(numbers[prompts.index([])], "prompt", "nothing to answer", "", "remove the row")
+            return rows, prompts
         except InputError as error:
             raise InputError(f"{block.name}: {error}") from None
 
