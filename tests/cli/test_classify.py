@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import datasets
 import numpy as np
@@ -63,7 +64,11 @@ def classes_of(model, tokenizer, rows, names):
 
 def test_classes_are_learned_and_transformers_finds_them_again(classify, model, files, tmp_path, capsys):
     out, rows = tmp_path / "out", labelled(60, 1)
-    assert classify("--packing", "--save_model", eval_dataset=files / "eval.jsonl") == 0
+    model = shutil.copytree(model, tmp_path / "base")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
+    flags = {"model_name": model, "eval_dataset": files / "eval.jsonl"}
+    assert classify("--packing", "--save_model", **flags) == 0
     shown = capsys.readouterr().out
     assert "one for each document" in shown
     assert "report.html was not written" not in shown
@@ -77,6 +82,7 @@ def test_classes_are_learned_and_transformers_finds_them_again(classify, model, 
     assert share == pytest.approx(accuracies(out)[-1])
     ours, _ = FastLanguageModel.from_pretrained(str(out), 128, torch.float32)
     assert classes_of(ours, tokenizer, rows, config.id2label) == found
+    assert ours.config.pad_token_id == config.pad_token_id is not None
     merged = kind.from_pretrained(out / "merged", dtype=torch.float32)
     assert main(["merge", f"--model_name={out}", f"--save_path={tmp_path / 'again'}"]) == 0
     again, first = (

@@ -189,12 +189,12 @@ class _AlwaysSaved(GenerationConfig):
 
 
 def read_classes(adapter: str) -> dict[str, Any]:
-    """Return `num_labels` and the names of the classes that an adapter of a classifier was saved with."""
+    """Return what the configuration saved with an adapter of a classifier says of classes and padding."""
     is_classifier = PeftConfig.from_pretrained(adapter).task_type == TaskType.SEQ_CLS
     if not is_classifier or not os.path.isfile(os.path.join(adapter, MODEL_CONFIG)):
         return {}
     config = load_config(adapter)
-    return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+    return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id", "pad_token_id")}
 
 
 def check_classifies(config: PretrainedConfig) -> None:
