@@ -180,3 +180,17 @@ def test_a_model_that_trains_as_a_whole_has_a_frozen_copy_for_a_teacher(tmp_path
     assert trained[0]["kl_loss"] == 0
     assert trained[-1]["kl_loss"] > 0
     assert make_teacher(trainer.model, "init_adapter")
+
+
+def test_a_notebook_learns_from_what_rows_store(tmp_path):
+    K, rows = 4, runs.rows(True)
+    of_tokens = [len(ids) * K for ids in rows["input_ids"]]
+    rows = rows.add_column("teacher_ids", [[*range(K)] * (n // K) for n in of_tokens])
+    rows = rows.add_column("teacher_log_probs", [[-1.5] * n for n in of_tokens])
+    config = runs.config(tmp_path, True, logging_steps=1, eval_strategy="no")
+    trainer = DistillTrainer(
+        runs.model(), config, train_dataset=rows, processing_class=byte_tokenizer(), teacher="stored"
+    )
+    trained = [line for line in runs.logged(trainer) if line.get("token_count")]
+    assert trained
+    assert all(line["kl_loss"] > 0.1 for line in trained)

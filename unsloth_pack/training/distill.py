@@ -24,6 +24,7 @@ from unsloth_pack.losses.head import count_head_outputs, why_loss_not_fused
 from unsloth_pack.training.document_losses import Batch, DocumentLosses, Values, losses_of_tokens
 from unsloth_pack.training.notebooks import SFTTrainer
 from unsloth_pack.training.objective import Objective, causal_lm
+from unsloth_pack.training.token_columns import TokenColumnCollator
 
 BASE, INIT_ADAPTER, STORED = "base", "init_adapter", "stored"
 _N_LINES = 8  # of the log, that a jump is judged by
@@ -129,6 +130,9 @@ class DistillTrainer(SFTTrainer):
             make_teacher(self.model, teacher), divergence, kl_weight, ce_weight, temperature
         )
         self.distillation = Distillation(self, loss)
+        if teacher == STORED:
+            config.remove_unused_columns = False
+            self.data_collator = TokenColumnCollator(self.data_collator)
 
     def compute_loss(
         self,
