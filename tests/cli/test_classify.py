@@ -129,7 +129,10 @@ def test_a_killed_run_goes_on_and_another_takes_its_folder(classify, files, tmp_
     [
         ({"label_column": None}, "no column 'label' among text, kind; give --label_column"),
         ({"task": None}, "label_column is 'kind', which needs another option; give --task too"),
-        ({"objective": "distill"}, "task is 'classify' and objective is 'distill'; leave out one of them"),
+        (
+            {"objective": "distill"},
+            "task is 'classify' and objective is 'distill', which needs the whole LM head",
+        ),
         ({"streaming": True}, "task is 'classify' and streaming is true; give one of them"),
         ({"model_name": "vision-demo"}, "has no classifier in transformers; give another"),
     ],

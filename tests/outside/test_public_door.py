@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PUBLIC = {"unsloth_pack", "unsloth_pack.packing", "unsloth_pack.kernels", "unsloth_pack.cli"}
-PUBLIC.add("unsloth_pack.chat_templates")
+PUBLIC |= {"unsloth_pack.chat_templates", "unsloth_pack.training.token_budget"}
 FILES = sorted(Path(__file__).parent.glob("*.py"))
 
 
