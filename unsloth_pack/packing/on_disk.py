@@ -229,7 +229,10 @@ def write_packs(
             images=images,
             teacher=None if teacher is None else teacher.packed,
         )
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(manifest)}, indent=1)
+        values = asdict(manifest)
+        if teacher is None:  # 0.2.0 reads such packs too, and knows no key of that name
+            del values["teacher"]
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, **values}, indent=1)
         (aside / _MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
 
