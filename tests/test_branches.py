@@ -419,8 +419,11 @@ def test_a_planted_leak_between_branches_is_caught(wrong, arch, caught, is_probe
         monkeypatch.setitem(BACKENDS, "sdpa", replace(BACKENDS["sdpa"], attend=wrong))
     else:
         right = describe.count_tokens_above
-        off = lambda lengths, parent: right(lengths, parent) + (np.array(parent) >= 0)  # noqa: E731
-        monkeypatch.setattr(describe, "count_tokens_above", off)
+
+        def off_by_one(lengths, parent):
+            return right(lengths, parent) + (np.array(parent) >= 0)
+
+        monkeypatch.setattr(describe, "count_tokens_above", off_by_one)
     report = verify(model, documents=documents)
     assert {check.name for check in report.checks if not check.passed} == caught
     if is_probed:

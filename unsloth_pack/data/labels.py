@@ -32,14 +32,14 @@ class Labels:
             InputError: no such column, a label that is missing or no class, or less than two classes.
         """
         declared: dict[str, None] = {}
-        found: set[str] = set()
+        used: set[str] = set()
         for data_set, rows in data_sets:
             try:
-                found |= {*_names_in(rows, column)}
+                used |= {*_names_in(rows, column)}
             except InputError as error:
                 raise InputError(f"{data_set}: {error}") from None
             declared |= dict.fromkeys(getattr(rows.features[column], "names", ()))
-        names = (*declared, *sorted(found - declared.keys(), key=_order))
+        names = (*declared, *sorted(used - declared.keys(), key=_order))
         if len(names) < 2:
             raise InputError(f"label_column {column!r} holds {len(names)} label; give data with two or more")
         return cls(column, names)

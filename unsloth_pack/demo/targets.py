@@ -17,7 +17,7 @@ def correct(rollout: Any) -> tuple[list[int], list[float]] | None:
     if said == wanted:
         return None
     tokenizer = rollout.tokenizer
-    kept = tokenizer.encode(" ".join(wanted[:n_right]), add_special_tokens=False)
+    n_kept = len(tokenizer.encode(" ".join(wanted[:n_right]), add_special_tokens=False))
     whole = tokenizer.encode(" ".join(wanted), add_special_tokens=False)
     ids = [*whole, tokenizer.eos_token_id]
-    return ids, [0.1] * len(kept) + [1.0] * (len(ids) - len(kept))
+    return ids, [0.1] * n_kept + [1.0] * (len(ids) - n_kept)

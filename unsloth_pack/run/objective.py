@@ -37,7 +37,7 @@ def build_objective(o: TrainOptions, model: Any) -> Callable[[Any], Objective] |
 
     Loads a teacher that is another model. An adapter that trains on is compared with a copy of it.
     """
-    objective, given = o.training.objective, o.preferences
+    objective, options = o.training.objective, o.preferences
     if objective == "distill":
         teacher: Any = o.distill.teacher
         if teacher not in OWN_TEACHERS:
@@ -45,14 +45,22 @@ def build_objective(o: TrainOptions, model: Any) -> Callable[[Any], Objective] |
         weights = o.distill.model_dump(exclude={"teacher"})
         return partial(Distillation, loss=DistillationLoss(make_teacher(model, teacher), **weights))
     if objective == "orpo":
-        return partial(Preferences, loss=OrpoLoss(given.beta))
+        return partial(Preferences, loss=OrpoLoss(options.beta))
     goes_on = o.adapter.init_adapter is not None and not o.adapter.merge_init_adapter
     if objective == "dpo":
-        smoothing = {"label_smoothing": given.label_smoothing}
-        dpo = DpoLoss(given.beta, make_reference(model, goes_on), loss_type=given.loss_type, **smoothing)
+        dpo = DpoLoss(
+            options.beta,
+            make_reference(model, goes_on),
+            loss_type=options.loss_type,
+            label_smoothing=options.label_smoothing,
+        )
         return partial(Preferences, loss=dpo)
     if objective == "kto":
-        kto = KtoLoss(given.beta, make_reference(model, goes_on))
-        kto.desirable_weight, kto.undesirable_weight = given.desirable_weight, given.undesirable_weight
+        kto = KtoLoss(
+            options.beta,
+            make_reference(model, goes_on),
+            desirable_weight=options.desirable_weight,
+            undesirable_weight=options.undesirable_weight,
+        )
         return partial(Preferences, loss=kto)
     return None
