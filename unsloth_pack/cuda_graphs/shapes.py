@@ -106,7 +106,7 @@ class ShapeBucket:
     embedded: EmbeddedShape | None = None  # None for token ids
     axes: bool = False  # tokens may have other positions in time, height and width than along the text
     blocks: BlockShape | None = None  # of bidirectional tokens. With them the last token is padding
-    branches: bool = False  # segments continue others
+    branches: bool = False  # segments may continue others
 
     @classmethod
     def of(
@@ -159,7 +159,7 @@ class ShapeBucket:
             and router_logits == self.router_logits
             and embedded == self.embedded
             and (self.axes or not row.has_own_axes)
-            and self.branches == (row.parent is not None)
+            and (self.branches or row.parent is None)
             and (self.blocks is not None) == bool(len(row.blocks))
             and (self.blocks is None or self.blocks.holds(row))
         )

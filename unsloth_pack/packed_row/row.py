@@ -117,9 +117,11 @@ class PackedRow:
         by_axis = numbers[:n_positions].reshape(len(positions), n_tokens)
         by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = positions, tail
         cu_seqlens = numbers[n_positions:].view(np.int32)
-        if self.parent is not None and row.parent is not None:
+        if self.parent is not None:
             cu_seqlens, parents = np.split(cu_seqlens, 2)
-            parents[: len(row.parent)], parents[len(row.parent) :] = row.parent, -1
+            parents[:] = -1
+            if row.parent is not None:
+                parents[: len(row.parent)] = row.parent
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
         static.copy_(self.pinned(numbers), non_blocking=True)
 
