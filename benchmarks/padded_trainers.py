@@ -20,8 +20,9 @@ Each peer runs in a process of its own, with a time limit. --rounds interleaves 
 machine hits all.
 
 Tokens are counted where the trainer hands a batch over, padding not counted. Milliseconds are the median of
-the updates after the warm-up, tokens/s are over all of them. Most kernels are compiled and most graphs captured
-in the warm-up: the results file has the seconds of every update. Exit code 1 if a run failed; what it said is printed.
+the updates after the warm-up, tokens/s are over all of them. Most kernels are compiled and most graphs are
+captured in the warm-up; the results file has the seconds of every update. Exit code 1 if a run failed; what
+it said is printed.
 """
 
 import argparse
