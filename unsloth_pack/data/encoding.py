@@ -156,30 +156,22 @@ class Encoder:
         **options: bool,
     ) -> tuple[Ids, Ids | None]:
         """Ids of every conversation; if `marked`, also marks that are 1 on the tokens of assistant turns."""
-        together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
         kwargs = batch.get("chat_template_kwargs") or [{}] * len(conversations)
         tools = batch.get("tools") or [None] * len(conversations)
-        for place, key in enumerate(zip(tools, map(json.dumps, kwargs), strict=True)):
-            together.setdefault(key, []).append(place)
-        ids: list[Any] = [None] * len(conversations)
-        marks: list[Any] = [None] * len(conversations)
         # a slow tokenizer tells no offsets, and transformers refuses to mark its tokens
         by_template = marked and (self._is_marked or not self.tokenizer.is_fast)
-        for (tools_text, kwargs_text), members in together.items():
-            beside = {"tools": json.loads(tools_text) if tools_text else None} | json.loads(kwargs_text)
-            of_rows = [numbers[i] for i in members]
-            read = [self._read(numbers[i], conversations[i], beside) for i in members]
+        ids, marks = [], []
+        for number, turns, tools_text, variables in zip(numbers, conversations, tools, kwargs, strict=True):
+            beside = {"tools": json.loads(tools_text) if tools_text else None} | variables
+            turns = self._read(number, turns, beside)
             if not options:  # a prompt alone is a part of what is checked
-                for number, conversation in zip(of_rows, read, strict=True):
-                    self._check_shown(number, conversation, beside)
-            encoded = self._apply_template(read, of_rows, by_template, options | beside)
-            for place, member in enumerate(members):
-                ids[member] = encoded["input_ids"][place]
-                if by_template:
-                    marks[member] = encoded["assistant_masks"][place]
-                elif marked:
-                    offsets = encoded.encodings[place].offsets
-                    marks[member] = self._mask(of_rows[place], read[place], beside, offsets)
+                self._check_shown(number, turns, beside)
+            encoded = self._apply_template(number, turns, by_template, options | beside)
+            ids.append(encoded["input_ids"])
+            if by_template:
+                marks.append(encoded["assistant_masks"])
+            elif marked:
+                marks.append(self._mask(number, turns, beside, encoded.encodings[0].offsets))
         return ids, marks if marked else None
 
     def _mask(
@@ -248,33 +240,24 @@ class Encoder:
             fail(number, "tool_calls", problem, calls[0], f"{remedy} remove the row")
 
     def _apply_template(
-        self, conversations: list[Conversation], numbers: list[int], marked: bool, options: Variables
+        self, number: int, conversation: Conversation, marked: bool, options: Variables
     ) -> Any:
+        """`input_ids` of a conversation, and if `marked` `assistant_masks`, 1 on the tokens of answers."""
         from jinja2 import TemplateError
 
-        refusals = (TemplateError, *TEMPLATE_REFUSALS)
         try:
-            return self._rendered(conversations, marked, options)
-        except refusals:
-            for number, conversation in zip(numbers, conversations, strict=True):
-                try:
-                    self._rendered([conversation], marked, options)
-                except refusals as error:
-                    raise InputError(
-                        f"row {number}: the chat template refuses it ({error}); correct or remove it"
-                    ) from None
-            raise
-
-    def _rendered(self, conversations: list[Conversation], marked: bool, options: Variables) -> Any:
-        """`input_ids` of conversations, and if `marked` `assistant_masks`, 1 on the tokens of answers."""
-        return self.tokenizer.apply_chat_template(
-            conversations,
-            chat_template=self.chat_template,
-            return_dict=True,
-            return_assistant_tokens_mask=marked,
-            tokenizer_kwargs={"verbose": False},
-            **options,
-        )
+            return self.tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self.chat_template,
+                return_dict=True,
+                return_assistant_tokens_mask=marked,
+                tokenizer_kwargs={"verbose": False},
+                **options,
+            )
+        except (TemplateError, *TEMPLATE_REFUSALS) as error:
+            raise InputError(
+                f"row {number}: the chat template refuses it ({error}); correct or remove it"
+            ) from None
 
 
 class LabelEncoder(Encoder):
