@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def mix(
         )
         for source, bound in zip(sources, bounds, strict=True)
     )
-    whole = _joined(documents)
+    whole = _together(documents)
     train = replace(_selected(together, whole, order), ledger=lengths.ledger(whole.ledger, times, is_held))
     evaluation = None
     if eval_fraction is not None:
@@ -172,7 +173,7 @@ def _selected(together: datasets.Dataset, whole: Documents, order: np.ndarray) -
     return replace(whole, rows=together.select(order), fingerprint=_hash_of([whole.fingerprint, digest]))
 
 
-def _joined(documents: Sequence[Documents]) -> Documents:
+def _together(documents: Sequence[Documents]) -> Documents:
     """What is known of all documents together; the rows are those of the first."""
     if len(documents) == 1:
         return documents[0]
@@ -326,49 +327,29 @@ class MixedRows:
         state = place.state or {"round": 0, "done": 0, "stands": [begin] * len(self.parts)}
         number, done, seen = state["round"], state["done"], place.seen
         readers = [_Reader(*each) for each in zip(self.parts, state["stands"], strict=True)]
+        ends_pass = any if self._ending == "first_exhausted" else all
+        shares = np.array(self._weights) / sum(self._weights)
         is_over = False
         while not is_over:
             stands, rows = [reader.stand for reader in readers], 0
-            pieces, is_over = self._round(readers, place.turn, number)
-            for part, block in pieces:
-                rows += block.n_rows
-                if rows > done:
-                    stand = {"round": number, "done": rows, "stands": stands}
-                    yield _placed(block, part, place.turn, seen, stand)
-                    seen += block.n_rows
+            drawn: list[list[tuple[RawBlock, int]]] = [[] for _ in readers]
+            rng = np.random.default_rng([self._seed, place.turn, number])
+            for part in rng.choice(len(shares), _ROUND, p=shares).tolist():
+                drawn[part].append(readers[part].next())
+                if is_over := ends_pass(reader.turns for reader in readers):
+                    break
+            for part, of_part in enumerate(drawn):
+                for block in _joined(of_part):
+                    rows += block.n_rows
+                    if rows > done:
+                        stand = {"round": number, "done": rows, "stands": stands}
+                        yield _placed(block, part, place.turn, seen, stand)
+                        seen += block.n_rows
             number, done = number + 1, 0
-
-    def _round(
-        self, readers: Sequence[_Reader], turn: int, number: int
-    ) -> tuple[list[tuple[int, RawBlock]], bool]:
-        """The rows of a round, as blocks with the number of their source; and whether it ends the pass."""
-        shares = np.array(self._weights) / sum(self._weights)
-        draws = np.random.default_rng([self._seed, turn, number]).choice(len(shares), _ROUND, p=shares)
-        blocks: list[list[RawBlock]] = [[] for _ in readers]
-        used_up_at: list[int | None] = [-1 if reader.turns else None for reader in readers]
-        for part, reader in enumerate(readers):
-            places = np.flatnonzero(draws == part)
-            rows = 0
-            while rows < len(places):
-                blocks[part].append(reader.next(len(places) - rows))
-                rows += blocks[part][-1].n_rows
-                if used_up_at[part] is None and reader.turns:
-                    used_up_at[part] = int(places[rows - 1])
-        ends = [at for at in used_up_at if at is not None]
-        is_under = self._ending == "first_exhausted"
-        is_over = bool(ends) if is_under else len(ends) == len(readers)
-        if is_over:
-            draws = draws[: (min(ends) if is_under else max(ends)) + 1]
-        pieces = [
-            (part, piece)
-            for part, of_part in enumerate(blocks)
-            for piece in _first(of_part, int((draws == part).sum()))
-        ]
-        return pieces, is_over
 
 
 class _Reader:
-    """The rows of a source, some at a time, over and over.
+    """The rows of a source, over and over.
 
     Args:
         stand: where it goes on, as JSON has it: the begin of a block, how many of its rows are done, and how
@@ -384,23 +365,23 @@ class _Reader:
     def stand(self) -> dict[str, Any]:
         return {"place": self._block.begin.as_json(), "passed": self._passed, "turns": self.turns}
 
-    def next(self, most: int) -> RawBlock:
-        """The next rows, at least one and not more than `most`, of one block."""
-        block, first = self._block, self._passed
-        self._passed = last = min(block.n_rows, first + most)
-        if last == block.n_rows:  # whether another block follows decides whether the source is used up
+    def next(self) -> tuple[RawBlock, int]:
+        """The next row: its block, and its number there."""
+        block, row = self._block, self._passed
+        self._passed += 1
+        # Whether another block follows decides whether the source is used up
+        if self._passed == block.n_rows:
             self._block, self._passed = next(self._blocks), 0
             if self._block.ends_pass:
                 self._block, self.turns = next(self._blocks), self.turns + 1
-        return _rows_of(block, first, last)
+        return block, row
 
 
-def _first(blocks: Sequence[RawBlock], rows: int) -> Iterator[RawBlock]:
-    """The blocks that hold the first rows, the last of them cut."""
-    for block in blocks:
-        if rows:
-            yield _rows_of(block, 0, min(rows, block.n_rows))
-        rows -= min(rows, block.n_rows)
+def _joined(rows: Sequence[tuple[RawBlock, int]]) -> Iterator[RawBlock]:
+    """The rows that come from one block, and so follow one another, as one block."""
+    for _, some in groupby(rows, lambda row: id(row[0])):
+        (block, first), *others = some
+        yield _rows_of(block, first, first + 1 + len(others))
 
 
 def _rows_of(block: RawBlock, first: int, last: int) -> RawBlock:
