@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import csv
-import gzip
 import io
 import json
 import lzma
 import reprlib
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,19 +26,7 @@ _OF_VALUES = (EOFError, NotImplementedError, ValueError, RecursionError)
 _MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
 
 
-def _open_zst(path: Path) -> Any:
-    import pyarrow as pa
-
-    return pa.input_stream(str(path), "zstd")
-
-
-_OPEN: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".zst": _open_zst,
-    ".xz": lzma.open,
-    ".bz2": bz2.open,
-}
-COMPRESSED = tuple(_OPEN)
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}  # by suffix, as Arrow calls it
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ class FilePart:
 
 
 def is_compressed(path: Path) -> bool:
-    return path.suffix.lower() in _OPEN
+    return path.suffix.lower() in COMPRESSED
 
 
 def plain_name(path: Path) -> Path:
@@ -64,9 +49,15 @@ def plain_name(path: Path) -> Path:
 
 def open_bytes(path: Path) -> IO[bytes]:
     """The content of a file, unpacked as it is read."""
-    if not is_compressed(path):
-        return path.open("rb")
-    return cast("IO[bytes]", io.BufferedReader(_OPEN[path.suffix.lower()](path), _BLOCK))
+    import pyarrow as pa
+
+    match COMPRESSED.get(path.suffix.lower()):
+        case None:
+            return path.open("rb")
+        case "xz":  # which Arrow does not read
+            return lzma.open(path)
+        case compression:
+            return cast("IO[bytes]", io.BufferedReader(pa.input_stream(str(path), compression), _BLOCK))
 
 
 def open_text(path: Path, newline: str = "\n") -> io.TextIOWrapper:
@@ -85,7 +76,7 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise InputError(f"{path}: byte 0x{bad:02x} is not UTF-8; save the file as UTF-8") from None
-    except (pa.ArrowException, zlib.error, lzma.LZMAError, OSError, *_OF_VALUES) as error:
+    except (pa.ArrowException, lzma.LZMAError, OSError, *_OF_VALUES) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         raise InputError(
             f"{path}: cannot be read ({reason}); check its permissions, and that it is a whole {path.suffix} "
