@@ -24,8 +24,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,14 +97,15 @@ def open_cached(folder: Path) -> datasets.Dataset:
     return datasets.Dataset(concat_tables(tables), fingerprint=folder.name)
 
 
-@contextmanager
-def arrow_file(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatchStreamWriter]:
-    """A new Arrow file, which is on the disk when the context ends."""
+def write_tables(path: Path, tables: Iterator[pa.Table]) -> None:
+    """Write tables of one schema, at least one, into a new Arrow file, through to the disk."""
     import pyarrow as pa
 
+    first = next(tables)
     with path.open("wb") as file:
-        with pa.ipc.new_stream(file, schema) as stream:
-            yield stream
+        with pa.ipc.new_stream(file, first.schema) as stream:
+            for table in chain([first], tables):
+                stream.write_table(table)
         file.flush()
         os.fsync(file.fileno())
 

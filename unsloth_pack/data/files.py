@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from unsloth_pack.data.cache import Notes, arrow_file, digest, from_cache, in_order, open_cached
+from unsloth_pack.data.cache import Notes, digest, from_cache, in_order, open_cached, write_tables
 from unsloth_pack.data.text_files import (
     COMPRESSED,
     PART,
@@ -153,9 +153,7 @@ def _read_part(
             chunks.append((of_chunk, pa.concat_tables(same)))
             continue
         path = folder / f"{number * _CHUNKS_A_PART + len(chunks)}.arrow"
-        with arrow_file(path, of_chunk) as stream:
-            for table in same:
-                stream.write_table(table)
+        write_tables(path, same)
         chunks.append((of_chunk, path))
     return chunks
 

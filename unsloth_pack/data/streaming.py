@@ -337,9 +337,8 @@ class DocumentStream:
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
             rows = block.read(chosen)
             try:
-                for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
-                    tally += of_batch
-                    tables.append(self._beside_images(table, numbers))
+                maker = self._maker(rows, numbers, block.part)
+                tables += [self._beside_images(x, numbers) for x in maker.tables(0, len(rows), tally)]
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
                     raise InputError(

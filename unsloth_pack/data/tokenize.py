@@ -21,7 +21,6 @@ import numpy as np
 
 from unsloth_pack.data.cache import (
     Notes,
-    arrow_file,
     digest,
     from_cache,
     give_back,
@@ -31,6 +30,7 @@ from unsloth_pack.data.cache import (
     open_cached,
     scan,
     spans_of,
+    write_tables,
 )
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, LabelEncoder
 from unsloth_pack.data.formats import Conversion, DataFormat
@@ -100,12 +100,9 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
         folder, notes = from_cache("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
         rows = open_cached(folder)
     else:
-        tally, tables = SpanCounts(), []
-        for of_batch, table in make.documents(0, len(make.dataset)):
-            tally += of_batch
-            tables.append(table)
+        tally = SpanCounts()
+        rows = hf.Dataset(pa.concat_tables(make.tables(0, len(make.dataset), tally)))
         check_counted(tally.ledger, make.max_length)
-        rows = hf.Dataset(pa.concat_tables(tables))
         notes = _notes_of(tally, rows_hash(rows))
     return Documents(rows, **notes | {"ledger": TokenLedger(**notes["ledger"])})
 
@@ -137,6 +134,12 @@ class SpanMaker(ABC):
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         """The documents of the rows `first` to `end - 1` in which a label counts, and what was counted."""
 
+    def tables(self, first: int, end: int, tally: SpanCounts) -> Iterator[pa.Table]:
+        """The same documents, counted in `tally`."""
+        for of_batch, table in self.documents(first, end):
+            tally += of_batch
+            yield table
+
     @property
     def batch_size(self) -> int:
         """Rows that are worked on at a time."""
@@ -158,12 +161,9 @@ class SpanMaker(ABC):
         return _notes_of(tally, rows_hash(open_cached(folder)))
 
     def _one_into(self, task: tuple[Path, tuple[int, int]]) -> SpanCounts:
-        file, (first, end) = task
+        file, span = task
         tally = SpanCounts()
-        with arrow_file(file, self.schema) as stream:
-            for of_batch, table in self.documents(first, end):
-                tally += of_batch
-                stream.write_table(table)
+        write_tables(file, self.tables(*span, tally))
         give_back(memory_maps(self.dataset))
         return tally
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from unsloth_pack.data.cache import (
     Notes,
-    arrow_file,
     from_cache,
     give_back,
     in_order,
@@ -19,6 +18,7 @@ from unsloth_pack.data.cache import (
     open_cached,
     scan,
     spans_of,
+    write_tables,
 )
 from unsloth_pack.data.rows import DOCUMENT, IMAGES
 from unsloth_pack.errors import InputError
@@ -83,6 +83,7 @@ def pack_dataset(
             documents in the order in which the process reads them.
     """
     import datasets
+    import pyarrow as pa
 
     if isinstance(dataset, datasets.IterableDataset):
         from unsloth_pack.packing.iterable import pack_iterable
@@ -91,17 +92,9 @@ def pack_dataset(
             check_columns(dataset)
         return pack_iterable(dataset, capacity, strategy, buffer_size, seed)
     plan, builder = plan_rows(dataset, capacity, strategy)
-    rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
-    packed = rows.map(
-        builder,
-        batched=True,
-        batch_size=builder.batch_size,
-        num_proc=num_proc,
-        remove_columns=["row"],
-        new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
-        desc="Packing",
-    )
-    return packed.with_format(None)
+    tables = in_order(builder, spans_of(plan.n_bins, 8 * plan.tokens), num_proc or 1)
+    fingerprint = datasets.fingerprint.generate_random_fingerprint()
+    return datasets.Dataset(pa.concat_tables(tables), fingerprint=fingerprint)
 
 
 def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
@@ -133,15 +126,17 @@ class RowBuilder:
         self._documents = dataset.with_format("arrow")
         self._order, self._offsets = plan.order, plan.offsets
         self.bytes_a_row = dataset.data.nbytes // max(1, plan.n_bins)  # on average
-        self.batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
+        self._batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
 
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        return self.build(rows["row"][0].as_py(), rows["row"][-1].as_py() + 1)
+    def __call__(self, span: tuple[int, int]) -> pa.Table:
+        import pyarrow as pa
+
+        return pa.concat_tables(self.tables(*span))
 
     def tables(self, first: int, end: int) -> Iterator[pa.Table]:
         """The packed rows `first` to `end - 1`, some at a time."""
-        for start in range(first, end, self.batch_size):
-            yield self.build(start, min(start + self.batch_size, end))
+        for start in range(first, end, self._batch_size):
+            yield self.build(start, min(start + self._batch_size, end))
 
     def build(self, first: int, last: int) -> pa.Table:
         """The packed rows `first` to `last - 1`."""
@@ -284,10 +279,5 @@ def _write(folder: Path, documents: datasets.Dataset, capacity: int, num_proc: i
 
 def _write_span(folder: Path, builder: RowBuilder, task: tuple[int, tuple[int, int]]) -> int:
     number, (first, end) = task
-    tables = builder.tables(first, end)
-    table = next(tables)
-    with arrow_file(folder / f"{number}.arrow", table.schema) as stream:
-        stream.write_table(table)
-        for table in tables:
-            stream.write_table(table)
+    write_tables(folder / f"{number}.arrow", builder.tables(first, end))
     return end - first
