@@ -241,12 +241,12 @@ def _ours(args) -> dict:
 
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing.dataset import pack_documents
-    from unsloth_pack.run.documents import prepare_documents
+    from unsloth_pack.run.documents import DocumentPreparation
 
     tokenizer, num_proc = AutoTokenizer.from_pretrained(args.model), args.num_proc[0]
     began = _clock()
     rows = load_rows(args.data, num_proc=num_proc)
-    documents = prepare_documents(rows, tokenizer, CAPACITY, False, num_proc)
+    documents = DocumentPreparation(tokenizer, CAPACITY, False, num_proc).documents(rows)
     packed = pack_documents(documents, CAPACITY, num_proc)
     found = _since(began)
     if args.no_step:

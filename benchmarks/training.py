@@ -157,7 +157,7 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     from unsloth_pack.cli import quieten
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
-    from unsloth_pack.run.documents import prepare_documents
+    from unsloth_pack.run.documents import DocumentPreparation
     from unsloth_pack.training.trainer import make_trainer
     from unsloth_pack.training.trl_setup import sft_config
 
@@ -166,7 +166,7 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     folder = build(args.shape, args.work, ["\n".join(map(str, row.values())) for row in rows])
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=length)
     model = FastLanguageModel.get_peft_model(model)
-    documents = prepare_documents(rows, tokenizer, length).rows
+    documents = DocumentPreparation(tokenizer, length).documents(rows).rows
     on_gpu = torch.cuda.is_available()
     config = sft_config(
         str(args.work / "out"),

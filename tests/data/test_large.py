@@ -22,7 +22,7 @@ from unsloth_pack.data.cache import from_cache, in_order
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import pack_dataset
 from unsloth_pack.packing.dataset import pack_documents
-from unsloth_pack.run.documents import prepare_documents
+from unsloth_pack.run.documents import DocumentPreparation
 
 WORDS = ["one", "zwei", "drei\nund", "é😀", "five " * 9]
 ALPACA = [{"instruction": WORDS[i % 5], "input": "", "output": f"{i} {WORDS[i % 3]}"} for i in range(40)]
@@ -152,10 +152,9 @@ def test_errors_in_a_later_part_name_the_same_place(whole, tmp_path, cache):
 
 
 def documents(path, num_proc=1, max_length=400, tokenizer=None, **more):
-    rows = load_rows(str(path), num_proc=num_proc)
-    return prepare_documents(
-        rows, tokenizer or byte_tokenizer(WITH_TOOLS), max_length, num_proc=num_proc, **more
-    )
+    tokenizer = tokenizer or byte_tokenizer(WITH_TOOLS)
+    prepare = DocumentPreparation(tokenizer, max_length, num_proc=num_proc, **more)
+    return prepare.documents(load_rows(str(path), num_proc=num_proc))
 
 
 def told(made):

@@ -148,7 +148,7 @@ def test_every_process_takes_its_own_rows(name, processes, tmp_path):
 
 
 def test_documents_are_those_of_the_data_set_as_a_whole(tmp_path):
-    from unsloth_pack.run.documents import prepare_documents
+    from unsloth_pack.run.documents import DocumentPreparation
 
     rows = [
         {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a" * (n % 80)}]}
@@ -158,7 +158,7 @@ def test_documents_are_those_of_the_data_set_as_a_whole(tmp_path):
     path = write(tmp_path / "rows.jsonl", rows)
     template = byte_tokenizer().chat_template
     stream = documents(open_stream(str(path)), responses_only=True, chat_template=template)
-    whole = prepare_documents(load_rows(str(path)), byte_tokenizer(), 64, True)
+    whole = DocumentPreparation(byte_tokenizer(), 64, True).documents(load_rows(str(path)))
     found, labels = [], []
     for block in islice(stream.blocks(Place(), Share()), 100):
         if block.ends_pass:

@@ -25,7 +25,7 @@ from unsloth_pack.data.formats import Conversion
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.row import PackedRow
-from unsloth_pack.run.documents import prepare_documents
+from unsloth_pack.run.documents import DocumentPreparation
 
 CPU = torch.device("cpu")
 FORMATS = ("json", "jsonl", "csv", "parquet", "txt")
@@ -155,7 +155,7 @@ EVERYTHING = byte_tokenizer(
 
 def templates_see_what_was_written(rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    documents = prepare_documents(read("jsonl", lines.encode()), EVERYTHING, 2**20).rows
+    documents = DocumentPreparation(EVERYTHING, 2**20).documents(read("jsonl", lines.encode())).rows
     expected = [
         EVERYTHING.apply_chat_template(
             row["messages"], tools=row.get("tools"), tokenize=False, **row.get("chat_template_kwargs", {})

@@ -65,7 +65,7 @@ def check_used(columns: ColumnMapping, unused: Sequence[str]) -> None:
 def check_shared(columns: ColumnMapping, names: Mapping[str, Sequence[str]]) -> None:
     """Refuse a mapping of a column that none of the data sets has; `names` are the columns of each."""
     for name in columns:
-        if not any(name in of_set for of_set in names.values()):
+        if names and not any(name in of_set for of_set in names.values()):
             have = ", ".join(f"{data_set} ({', '.join(of_set)})" for data_set, of_set in names.items())
             raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
 

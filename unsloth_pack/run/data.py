@@ -1,10 +1,12 @@
 """The data of a run: tokenised rows to train on and to evaluate on, with the checks that read them."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import Table
 from transformers import PretrainedConfig
 from trl import SFTConfig
 
@@ -16,6 +18,7 @@ from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.rows import PREFERENCES
+from unsloth_pack.data.sources import DataSet
 from unsloth_pack.data.streaming import DocumentStream, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
@@ -26,28 +29,28 @@ from unsloth_pack.packing.dataset import pack_documents
 from unsloth_pack.packing.teacher_columns import TEACHER_IDS
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.documents import (
+    DocumentPreparation,
     OpenedStream,
     RowsOfSet,
     RunTokenizer,
     first_of_stream,
     load_all,
     load_training_data,
-    mixed_documents,
     open_training_data,
 )
 from unsloth_pack.run.images import (
     ImagePreparation,
     StreamedImageRows,
     check_files_of_packs,
-    check_of_text,
     image_ids_of,
-    images_of_run,
+    image_preparation,
     refuse_image_tokens,
     saved_with_model,
     takes_images,
 )
-from unsloth_pack.run.resolve import Named, evaluation_sets
+from unsloth_pack.run.resolve import evaluation_sets
 from unsloth_pack.run.rollouts import build_stream
+from unsloth_pack.training.rollouts import RolloutStream
 from unsloth_pack.training.streaming import RowStream
 from unsloth_pack.training.trl_setup import rows_of_an_update, training_template
 
@@ -115,8 +118,10 @@ def build_data(
         InputError: the data cannot be trained on.
     """
     reads_teacher = objective == "distill" and teacher == "stored"
-    stream, packs, loaded = None, _packs_in(data.dataset), []
-    eval_packs = _packs_in(data.eval_dataset) if data.eval_dataset is not None else None
+    stream, loaded = None, []
+    packs, eval_packs = (
+        find_packs(named) if isinstance(named, str) else None for named in (data.dataset, data.eval_dataset)
+    )
     if data.streaming:
         stream = open_training_data(data, config.seed)
     elif packs is None:
@@ -138,7 +143,10 @@ def build_data(
         labels = Labels.of(data.label_column or "label", named)
         config.padding_free = True  # whatever shares a batch shares a row
     source = init_adapter or model.model_name
-    images = images_of_run(source, tokenizer.tokenizer, image_options, rows, manifests, data.streaming)
+    are_expected = data.streaming and image_options.image_folder is not None
+    images = image_preparation(
+        source, tokenizer.tokenizer, image_options, rows, manifests, are_expected=are_expected
+    )
     if images is not None and objective in PREFERENCES:
         raise InputError(f"objective is {objective!r} and rows have images; give rows of text alone")
     if images is not None:
@@ -146,7 +154,16 @@ def build_data(
     if reads_teacher:
         config.remove_unused_columns = False  # its columns are none that TRL knows
 
-    builder = _Builder(model, data, tokenizer, config, images, labels, objective, reads_teacher)
+    prepare = DocumentPreparation(
+        tokenizer.tokenizer,
+        model.max_seq_length,
+        data.train_on_responses_only,
+        data.num_proc,
+        images,
+        labels,
+        objective,
+    )
+    builder = _Builder(model.model_name, data, config, prepare, tokenizer.new_tokens, reads_teacher)
     evaluation = None
     if stream is not None and objective == "rollouts" and rollouts is not None:
         train = builder.rollouts(stream, rollouts)
@@ -164,10 +181,6 @@ def build_data(
         evaluation = builder.evaluation_rows(eval_loaded)
     beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
     return TrainingData(train, evaluation, images, beside, labels)
-
-
-def _packs_in(named: Named) -> Path | None:
-    return find_packs(named) if isinstance(named, str) else None
 
 
 def _adapt_to_images(config: SFTConfig, options: ImageOptions) -> None:
@@ -201,23 +214,19 @@ class _Builder:
 
     def __init__(
         self,
-        model: ModelOptions,
+        model_name: str,
         data: DataOptions,
-        tokenizer: RunTokenizer,
         config: SFTConfig,
-        images: ImagePreparation | None,
-        labels: Labels | None,
-        objective: str,
+        prepare: DocumentPreparation,
+        new_tokens: Iterable[int],
         reads_teacher: bool,
     ):
-        self._labels, self._objective = labels, objective
-        self._data, self._capacity, self._config, self._images = data, model.max_seq_length, config, images
-        self._reads_teacher = reads_teacher
-        self._tokenizer = tokenizer.tokenizer
-        text: PretrainedConfig = load_config(find_model(model.model_name)[0]).get_text_config()
-        self._vocab_size = max([text.vocab_size, *(token + 1 for token in tokenizer.new_tokens)])
+        self._data, self._config, self._prepare, self._reads_teacher = data, config, prepare, reads_teacher
+        self._tokenizer, self._capacity, self._images = prepare.tokenizer, prepare.max_length, prepare.images
+        text: PretrainedConfig = load_config(find_model(model_name)[0]).get_text_config()
+        self._vocab_size = max([text.vocab_size, *(token + 1 for token in new_tokens)])
         self._n_positions = text.max_position_embeddings
-        self._image_ids = image_ids_of(model.model_name, self._tokenizer)  # None if it takes no images
+        self._image_ids = image_ids_of(model_name, self._tokenizer)  # None if it takes no images
 
     def packed_rows(self, folder: Path) -> PreparedRows:
         """Rows that were packed on disk."""
@@ -228,7 +237,8 @@ class _Builder:
         if packs.images is not None and self._images is not None:
             check_files_of_packs(folder, rows, self._images)
         elif packs.images is None:
-            self._refuse_image_tokens(rows, f"{folder} row", "pack the data anew, with its images")
+            if (ids := self._image_ids) is not None:
+                refuse_image_tokens(rows, ids, f"{folder} row", "pack the data anew, with its images")
             rows = rows if self._images is None else without_images(rows, is_packed=True)
         self._check_token_loss(str(folder), packs.ledger, packs.capacity, are_packed=True)
         return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
@@ -244,13 +254,18 @@ class _Builder:
         return train, self._rows_of(mixture.held_out, data.packs_evaluation)
 
     def evaluation_rows(self, loaded: list[RowsOfSet]) -> PreparedRows:
-        mixture = self._mixture(loaded)
+        mixture = self._mixture(loaded, seed=0)
         return self._rows_of(mixture.train, self._data.packs_evaluation, mixture.parts)
 
     def stream(self, stream: OpenedStream) -> PreparedRows:
         """The rows of a stream, of which the first documents have been checked."""
-        data, config, images, source = self._data, self._config, self._images, stream.source
-        only_responses = data.train_on_responses_only
+        config, images, source, image_ids = self._config, self._images, stream.source, self._image_ids
+        only_responses = self._data.train_on_responses_only
+
+        def check_text(table: Table, what: str) -> None:
+            if image_ids is not None:
+                refuse_image_tokens(Dataset(table), image_ids, what)
+
         documents = DocumentStream(
             source,
             self._tokenizer,
@@ -259,74 +274,55 @@ class _Builder:
             responses_only=only_responses,
             chat_template=training_template(self._tokenizer) if only_responses else None,
             images=StreamedImageRows(images, self._capacity, only_responses) if images else None,
-            check_text=check_of_text(self._image_ids) if self._image_ids is not None else None,
-            have_images=holds_images if images is None and self._image_ids is not None else None,
+            check_text=check_text,
+            have_images=holds_images if images is None and image_ids is not None else None,
         )
+        unused = documents.unused_columns
         for number, data_set in enumerate(stream.data_sets):
-            check_used(data_set.columns, documents.unused_columns[number])
+            check_used(data_set.columns, unused[number])
         ledger = documents.first_ledger
         self._check_token_loss(f"{source.name}, in its first {ledger.rows_read:,} rows,", ledger)
         decoders = 0 if images is None else max(1, config.dataloader_num_workers)
         given_out_early = 1 if images is None else 2 + decoders
-        rows = RowStream(
-            documents,
-            self._capacity,
-            seed=config.seed,
-            share=Share(config.process_index, config.world_size),
-            n_workers=data.num_proc or 1,
-            ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size * given_out_early,
-            decoders=decoders,
+        ahead = 2 * rows_of_an_update(config) + config.per_device_train_batch_size * given_out_early
+        workers = self._data.num_proc or 1
+        return self._streamed(
+            documents, stream.data_sets, unused, n_workers=workers, ahead=ahead, decoders=decoders
         )
-        parts = tuple(
-            Part(data_set.name, data_set.weight, documents.unused_columns[number])
-            for number, data_set in enumerate(stream.data_sets)
-        )
-        return PreparedRows(rows, ledger, documents.fingerprint, None, parts)
 
     def rollouts(self, stream: OpenedStream, options: RolloutOptions) -> PreparedRows:
         """The targets of the prompts of a stream; the model that generates is set later."""
-        config, source = self._config, stream.source
         if self._images is not None:
             raise InputError("objective is 'rollouts', and the rows have images; take rows of text")
-        targets = build_stream(options, source, self._tokenizer, self._capacity, config.seed)
-        n_rows = rows_of_an_update(config)
-        rows = RowStream(
-            targets,
-            self._capacity,
-            seed=config.seed,
-            share=Share(config.process_index, config.world_size),
-            n_workers=0,
-            ahead=1,
-            buffer_tokens=(n_rows + 1) * self._capacity,  # so that no target is older than it must be
+        targets = build_stream(options, stream.source, self._tokenizer, self._capacity, self._config.seed)
+        least = (rows_of_an_update(self._config) + 1) * self._capacity  # no target is older than it must be
+        return self._streamed(targets, stream.data_sets, {}, n_workers=0, ahead=1, buffer_tokens=least)
+
+    def _streamed(
+        self,
+        documents: DocumentStream | RolloutStream,
+        data_sets: Sequence[DataSet],
+        unused_columns: Mapping[int, tuple[str, ...]],
+        **options: Any,
+    ) -> PreparedRows:
+        share = Share(self._config.process_index, self._config.world_size)
+        rows = RowStream(documents, self._capacity, seed=self._config.seed, share=share, **options)
+        parts = tuple(
+            Part(data_set.name, data_set.weight, unused_columns.get(number, ()))
+            for number, data_set in enumerate(data_sets)
         )
-        parts = tuple(Part(data_set.name, data_set.weight, ()) for data_set in stream.data_sets)
-        return PreparedRows(rows, targets.first_ledger, targets.fingerprint, None, parts)
+        return PreparedRows(rows, documents.first_ledger, documents.fingerprint, None, parts)
 
     def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
         """The documents of data sets, all of whose tokens have an embedding, and not too many are lost."""
-        data = self._data
-        mixture = mixed_documents(
-            loaded,
-            self._tokenizer,
-            self._capacity,
-            data.train_on_responses_only,
-            data.num_proc,
-            images=self._images,
-            labels=self._labels,
-            objective=self._objective,
-            **how,
-        )
+        mixture = self._prepare.mixture(loaded, **how)
         documents = mixture.train
         if documents.least_id < 0 or documents.last_id >= self._vocab_size:
             check_token_ids(documents.rows, self._vocab_size)
-        if self._images is None:
-            self._refuse_image_tokens(documents.rows, "document", "take it out of the text")
+        if self._images is None and self._image_ids is not None:
+            refuse_image_tokens(documents.rows, self._image_ids, "document")
         self._check_token_loss(", ".join(each.data_set.name for each in loaded), documents.ledger)
         return mixture
-
-    def _refuse_image_tokens(self, rows: Dataset, what: str, remedy: str) -> None:
-        if self._image_ids is not None:
-            refuse_image_tokens(rows, self._image_ids, what, remedy)
 
     def _check_token_loss(
         self, name: str, ledger: TokenLedger, capacity: int | None = None, are_packed: bool = False

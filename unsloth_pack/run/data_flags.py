@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import Parser, TrainOptions, changed
 from unsloth_pack.config.options import DataOptions, ImageOptions
-from unsloth_pack.errors import errors_of, raise_together
+from unsloth_pack.errors import InputError, errors_of, raise_together
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.resolve import training_sets
 
@@ -74,25 +74,17 @@ def read_documents(
     Raises:
         InputError: a data set cannot be read or trained on, or an option of images has no effect.
     """
-    from unsloth_pack.run.documents import load_tokenizer, load_training_data, mixed_documents
-    from unsloth_pack.run.images import image_preparation, refuse_images
+    from unsloth_pack.images.prepared import holds_images
+    from unsloth_pack.run.documents import DocumentPreparation, load_tokenizer, load_training_data
+    from unsloth_pack.run.images import image_preparation, takes_images
 
     data, settings, images = data_options(given), image_options(given), None
     sets, tokenizer = load_training_data(data, most), load_tokenizer(model_name)
     rows = [each.rows for each in sets]
-    if why_no_images:
-        refuse_images(model_name, rows, why_no_images)
-    else:
+    if not why_no_images:
         images = image_preparation(model_name, tokenizer, settings, rows, keep_bytes=keep_bytes)
-    mixture = mixed_documents(
-        sets,
-        tokenizer,
-        max_length,
-        train_on_responses_only,
-        data.num_proc,
-        how=data.mixture,
-        seed=_options(given, ("seed",)).training.seed,
-        most=data.sample_limit,
-        images=images,
-    )
-    return mixture, images, tokenizer
+    elif takes_images(model_name) and any(map(holds_images, rows)):
+        raise InputError(f"the data has images, {why_no_images}")
+    prepare = DocumentPreparation(tokenizer, max_length, train_on_responses_only, data.num_proc, images)
+    seed = _options(given, ("seed",)).training.seed
+    return prepare.mixture(sets, how=data.mixture, seed=seed, most=data.sample_limit), images, tokenizer

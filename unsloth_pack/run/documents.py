@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -81,89 +81,65 @@ def load_training_data(data: DataOptions, most: int | None = None) -> list[RowsO
     """Load the rows that a run trains on, see `load_all`; at most `most` of each data set."""
     limits = [limit for limit in (most, data.sample_limit) if limit is not None]
     loaded = load_all(training_sets(data), num_proc=data.num_proc, most=min(limits, default=None))
-    _check_shared_columns(data, {e.data_set.name: e.names for e in loaded if e.data_set.shares_columns})
+    sharing = {each.data_set.name: each.names for each in loaded if each.data_set.shares_columns}
+    check_shared(data.columns or {}, sharing)
     return loaded
 
 
-def _check_shared_columns(data: DataOptions, sharing: Mapping[str, Sequence[str]]) -> None:
-    if sharing:
-        check_shared(data.columns or {}, sharing)
-
-
-def mixed_documents(
-    loaded: Sequence[RowsOfSet],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    train_on_responses_only: bool | None = None,
-    num_proc: int | None = None,
-    *,
-    how: str = "concatenate",
-    seed: int = 0,
-    eval_fraction: float | None = None,
-    most: int | None = None,
-    images: ImagePreparation | None = None,
-    labels: Labels | None = None,
-    objective: str = "sft",
-) -> Mixture:
-    """The documents of one or several data sets, each in its own format, see `prepare_documents`, `mix`.
+@dataclass(frozen=True)
+class DocumentPreparation:
+    """How rows of any known format become documents.
 
     Args:
-        images: how rows with images are prepared; None if there are none.
-        labels: of the documents, where those are learned.
-        objective: what is trained for.
-
-    Raises:
-        InputError: a row cannot be trained on; names the data set.
-    """
-    sources = []
-    for each in loaded:
-        name = each.data_set.name
-        try:
-            documents = prepare_documents(
-                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images, labels, objective
-            )
-            check_used(each.data_set.columns, documents.unused_columns)
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from None
-        sources.append(Source(name, each.data_set.weight, documents))
-    return mix(sources, how, seed=seed, eval_fraction=eval_fraction, most=most)
-
-
-def prepare_documents(
-    rows: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    train_on_responses_only: bool | None = None,
-    num_proc: int | None = None,
-    images: ImagePreparation | None = None,
-    labels: Labels | None = None,
-    objective: str = "sft",
-) -> Documents:
-    """Tokenise rows of any known format.
-
-    Args:
+        max_length: of a document, in tokens.
         train_on_responses_only: only responses carry loss; None if nothing is trained on the rows.
         num_proc: processes that share the rows; None for as many as there are cores.
-        images: how images are prepared. The documents then have a column for them.
+        images: how images are prepared, for which documents then have a column; None if there are none.
         labels: of the documents, where those are learned in place of the text.
         objective: what is trained for; for those of `PREFERENCES` documents have a column of parts.
     """
-    if objective in PREFERENCES:
-        return preferences_of(rows, tokenizer, max_length=max_length, objective=objective, num_proc=num_proc)
-    if labels is not None:
-        classes, texts = labels.numbers(rows), rows.remove_columns(labels.column)
-        return documents_of(texts, tokenizer, max_length=max_length, num_proc=num_proc, classes=classes)
-    if images is not None and holds_images(rows):
-        return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
-    documents = documents_of(
-        rows,
-        tokenizer,
-        max_length=max_length,
-        train_on_responses_only=train_on_responses_only,
-        chat_template=training_template(tokenizer) if train_on_responses_only else None,
-        num_proc=num_proc,
-    )
-    return documents if images is None else images.beside(documents)
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    train_on_responses_only: bool | None = None
+    num_proc: int | None = None
+    images: ImagePreparation | None = None
+    labels: Labels | None = None
+    objective: str = "sft"
+
+    def mixture(self, loaded: Sequence[RowsOfSet], **how: Any) -> Mixture:
+        """Tokenise one or several data sets, each in its own format; `how` they are mixed is of `mix`.
+
+        Raises:
+            InputError: a row cannot be trained on; names the data set.
+        """
+        sources = []
+        for each in loaded:
+            name = each.data_set.name
+            try:
+                documents = self.documents(each.rows)
+                check_used(each.data_set.columns, documents.unused_columns)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from None
+            sources.append(Source(name, each.data_set.weight, documents))
+        return mix(sources, **how)
+
+    def documents(self, rows: Dataset) -> Documents:
+        """Tokenise the rows of a data set."""
+        tokenizer, only_responses, images = self.tokenizer, self.train_on_responses_only, self.images
+        common: dict[str, Any] = {"max_length": self.max_length, "num_proc": self.num_proc}
+        if self.objective in PREFERENCES:
+            return preferences_of(rows, tokenizer, objective=self.objective, **common)
+        if self.labels is not None:
+            classes, texts = self.labels.numbers(rows), rows.remove_columns(self.labels.column)
+            return documents_of(texts, tokenizer, classes=classes, **common)
+        if images is not None and holds_images(rows):
+            return images.documents(rows, self.max_length, bool(only_responses), self.num_proc)
+        template = training_template(tokenizer) if only_responses else None
+        documents = documents_of(
+            rows, tokenizer, train_on_responses_only=only_responses, chat_template=template, **common
+        )
+        return documents if images is None else images.beside(documents)
 
 
 @dataclass(frozen=True)
@@ -186,7 +162,7 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
             data_set = data_set.for_rows_with(names)
         data_sets.append(data_set)
         sources.append(ChosenRows(source, data_set.columns, data_set.limit))
-    _check_shared_columns(data, sharing)
+    check_shared(data.columns or {}, sharing)
     weights, most = [data_set.weight for data_set in data_sets], data.sample_limit
     is_mixed = len(sources) > 1 or weights != [1]
     whole = MixedRows(sources, weights, data.mixture, seed) if is_mixed else sources[0]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +46,6 @@ from unsloth_pack.packing import PackedImages, PackManifest
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _BATCH = 1000  # documents whose tokens or images are looked at at a time
-_OF_A_FILE = ("path", "size", "mtime_ns", "sha256", "row", "column")
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class ImagePreparation:
 
     def beside(self, documents: Documents) -> Documents:
         """Give documents of text the columns of documents with images, and refuse tokens of images."""
-        refuse_image_tokens(documents.rows, self.token_ids, "document", "take it out of the text")
+        refuse_image_tokens(documents.rows, self.token_ids, "document")
         return replace(documents, rows=without_images(documents.rows))
 
     def counts(self, documents: Documents) -> ImageCounts:
@@ -173,8 +172,8 @@ class ImagePreparation:
     @property
     def processor_hash(self) -> str:
         """SHA-256 of all that the pixels of an image depend on."""
-        settings = _plain(self.processor.image_processor.to_dict())
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        settings = self.processor.image_processor.to_dict()
+        return hashlib.sha256(json.dumps(settings, sort_keys=True, default=dict).encode()).hexdigest()
 
     def packed(self, ledger: TokenLedger) -> PackedImages:
         """What the manifest of packs says of their images."""
@@ -190,7 +189,9 @@ class ImagePreparation:
         )
 
 
-def refuse_image_tokens(rows: Dataset, token_ids: ImageTokenIds, what: str, remedy: str) -> None:
+def refuse_image_tokens(
+    rows: Dataset, token_ids: ImageTokenIds, what: str, remedy: str = "take it out of the text"
+) -> None:
     """Refuse tokens that stand for images in rows that have none; names the first."""
     wanted, first = [*token_ids.of_images], 0
     for table in scan(rows, ["input_ids"], _BATCH):
@@ -206,22 +207,10 @@ def refuse_image_tokens(rows: Dataset, token_ids: ImageTokenIds, what: str, reme
         first += len(table)
 
 
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
-    if hasattr(value, "items"):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return dict(value) if hasattr(value, "keys") else int(value)
-
-
 def image_ids_of(model_name: str, tokenizer: PreTrainedTokenizerBase) -> ImageTokenIds | None:
     """The tokens of a model that stand for images; None where it takes none that are prepared here."""
     config = load_config(find_model(model_name)[0])
-    if config.model_type not in IMAGE_TOKENS:
-        return None
-    return ImageTokenIds(config, tokenizer)
+    return ImageTokenIds(config, tokenizer) if config.model_type in IMAGE_TOKENS else None
 
 
 def takes_images(model_name: str) -> bool:
@@ -234,32 +223,52 @@ def image_preparation(
     tokenizer: PreTrainedTokenizerBase,
     options: ImageOptions,
     rows: Iterable[Dataset],
+    packs: Mapping[Path, PackManifest] | None = None,
     *,
     keep_bytes: bool = False,
     are_expected: bool = False,
 ) -> ImagePreparation | None:
-    """How the images of data sets are prepared; None if the model takes none, or the data has none.
+    """How the images of data sets, or of packs by their folders, are prepared; None where there are none.
 
     The processor of an adapter counts where it has one. If images are expected, later rows may have some.
     """
-    config = load_config(find_model(model_name)[0])
-    if not hasattr(config, "vision_config"):
-        return None
-    has_images = are_expected
-    for each in rows:
+    config, source = load_config(find_model(model_name)[0]), find_processor_folder(model_name)
+    takes_some, preparation = hasattr(config, "vision_config"), None
+    for folder, manifest in (packs or {}).items():
+        if manifest.images is not None:
+            if not takes_some:
+                raise InputError(
+                    f"{folder} holds rows with images, and {model_name} takes none; give another model"
+                )
+            limited = options.model_copy(update=_limits_of_packs(manifest.images, options, folder))
+            preparation = preparation_of(source, config, tokenizer, limited)
+            own = (preparation.processor_hash, preparation.token_ids.placeholder)
+            if (manifest.images.processor, manifest.images.placeholder) != own:
+                raise InputError(
+                    f"{folder}: packed for another image processor, that of "
+                    f"{manifest.model_name or 'another model'}; pack the data anew"
+                )
+    have_some = are_expected
+    for each in rows if takes_some else ():
         if holds_images(each):
-            has_images = True
+            have_some = True
         else:
             refuse_unmapped(each)
-    if not has_images:
-        return None
-    return preparation_of(find_processor_folder(model_name), config, tokenizer, options, keep_bytes)
+    if takes_some and have_some and preparation is None:
+        return preparation_of(source, config, tokenizer, options, keep_bytes)
+    return preparation
 
 
-def refuse_images(model_name: str, rows: Iterable[Dataset], why: str) -> None:
-    """Refuse data with images where a subcommand of a model that takes some reads none."""
-    if takes_images(model_name) and any(map(holds_images, rows)):
-        raise InputError(f"the data has images, {why}")
+def _limits_of_packs(images: PackedImages, options: ImageOptions, folder: Path) -> dict[str, int | None]:
+    """The pixels of the images of packs, from which the options may not differ."""
+    limits = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels}
+    for name, value in {**limits, "shrink_images": None}.items():
+        if (given := getattr(options, name)) not in (None, False, value):
+            raise InputError(
+                f"{name} is {written(given)}, and the images of {folder} are packed already; "
+                f"leave out --{name}, or give it to `unsloth-pack pack`"
+            )
+    return limits
 
 
 def preparation_of(
@@ -270,63 +279,10 @@ def preparation_of(
     keep_bytes: bool = False,
 ) -> ImagePreparation:
     """How the images of a model are prepared, by the processor in the folder or of the name `source`."""
-    image_processor = load_image_processor(
-        source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
-    )
+    image_processor = load_image_processor(source, config, options.max_pixels, options.min_pixels)
     token_ids = ImageTokenIds(config, tokenizer)
     processor = build_processor(source, image_processor, tokenizer, config)
     return ImagePreparation(config, processor, token_ids, options, keep_bytes)
-
-
-def preparation_of_packs(
-    model_name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    options: ImageOptions,
-    packs: Mapping[Path, PackManifest],
-) -> ImagePreparation | None:
-    """How the images of packs were prepared, by the folders of the packs; None where they have none."""
-    config, preparation = load_config(find_model(model_name)[0]), None
-    for folder, manifest in packs.items():
-        images = manifest.images
-        if images is None:
-            continue
-        if not hasattr(config, "vision_config"):
-            raise InputError(
-                f"{folder} holds rows with images, and {model_name} takes none; give another model"
-            )
-        limits = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels}
-        for name, value in {**limits, "shrink_images": None}.items():
-            if (given := getattr(options, name)) not in (None, False, value):
-                raise InputError(
-                    f"{name} is {written(given)}, and the images of {folder} are packed already; "
-                    f"leave out --{name}, or give it to `unsloth-pack pack`"
-                )
-        limited = options.model_copy(update=limits)
-        preparation = preparation_of(find_processor_folder(model_name), config, tokenizer, limited)
-        own = (preparation.processor_hash, preparation.token_ids.placeholder)
-        if (images.processor, images.placeholder) != own:
-            raise InputError(
-                f"{folder}: packed for another image processor, that of "
-                f"{manifest.model_name or 'another model'}; pack the data anew"
-            )
-    return preparation
-
-
-def images_of_run(
-    model_name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    options: ImageOptions,
-    rows: Sequence[Dataset],
-    packs: Mapping[Path, PackManifest],
-    is_stream: bool,
-) -> ImagePreparation | None:
-    """How the images of all data sets, or of packs, are prepared; None where there are none."""
-    images = preparation_of_packs(model_name, tokenizer, options, packs)
-    if images is None or any(map(holds_images, rows)):
-        settings = options if images is None else images.options
-        is_said = is_stream and options.image_folder is not None
-        images = image_preparation(model_name, tokenizer, settings, rows, are_expected=is_said)
-    return images
 
 
 def saved_with_model(
@@ -346,33 +302,20 @@ def saved_with_model(
     return tokenizer if images is None else images.processor
 
 
-def check_files_of_packs(packs: Path, rows: Dataset, images: ImagePreparation) -> None:
+def check_files_of_packs(packs: Path, rows: Dataset, preparation: ImagePreparation) -> None:
     """Refuse packs whose images are files that the image folder does not hold as they were packed.
 
     Where broken images are skipped, files may be missing or changed.
     """
-    for table in scan(rows, [IMAGES], _BATCH):
-        for image in _files_in(table):
+    chunks = (chunk for table in scan(rows, [IMAGES], _BATCH) for chunk in table[IMAGES].chunks)
+    for images in (chunk.flatten() for chunk in chunks):
+        files = images.filter(images.field("path").is_valid()).to_pylist()  # without the bytes of others
+        for image in {each["path"]: each for each in files}.values():
             try:
-                source_from_record(image, images.folder)
+                source_from_record(image, preparation.folder)
             except InputError as error:
-                if not (isinstance(error, UnreadableImage) and images.options.skip_broken_images):
+                if not (isinstance(error, UnreadableImage) and preparation.options.skip_broken_images):
                     raise InputError(f"{packs}: {error}") from None
-
-
-def _files_in(table: Table) -> list[dict[str, Any]]:
-    """The images of rows that are files, each file once."""
-    files: dict[str, dict[str, Any]] = {}
-    for chunk in table[IMAGES].chunks:
-        images = chunk.flatten()
-        images = images.filter(images.field("path").is_valid())
-        columns = (images.field(name).to_pylist() for name in _OF_A_FILE)
-        for values in zip(*columns, strict=True):
-            files[values[0]] = {"bytes": None, **dict(zip(_OF_A_FILE, values, strict=True))}
-    return [*files.values()]
-
-
-# Rows with images in a stream, and rows of text for a model that takes images.
 
 
 class StreamedImageRows:
@@ -394,12 +337,3 @@ class StreamedImageRows:
 
     def beside(self, table: Table) -> Table:
         return without_images(Dataset(table)).data.table.cast(self.schema)
-
-
-def check_of_text(token_ids: ImageTokenIds) -> Callable[[Table, str], None]:
-    """Make a check that refuses documents of text that hold tokens of images."""
-
-    def check(table: Table, what: str) -> None:
-        refuse_image_tokens(Dataset(table), token_ids, what, "take it out of the text")
-
-    return check
