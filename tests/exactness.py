@@ -1,5 +1,6 @@
 """How the tests of the row-wise kernels judge a result, and the layouts they try it on."""
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 
@@ -43,6 +44,16 @@ def assert_no_worse(
             limit = yardstick + torch.finfo(torch.float32).eps * largest
             assert error <= limit, f"result {i}: {error:.3e} against {yardstick:.3e} of plain torch"
             assert of_oracle <= 1e-10 * largest, f"result {i} of the oracle: {of_oracle:.3e}"
+
+
+def divergences(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
+    """Every divergence of a student p from a teacher q, by token."""
+    p, q, log_m = log_p.exp(), log_q.exp(), torch.logaddexp(log_p, log_q) - math.log(2)
+    return {
+        "forward_kl": (q * (log_q - log_p)).sum(-1),
+        "reverse_kl": (p * (log_p - log_q)).sum(-1),
+        "jsd": (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2,
+    }
 
 
 def assert_same(ours: Results, theirs: Results) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 import image_models
 import pytest
 import torch
+from exactness import divergences
 from tables import table
 from tiny import DEVICE, error, random_documents, tiny_model
 
@@ -40,13 +41,7 @@ def plain_sums(model, teacher, documents, loss):
             theirs = teacher(input_ids=ids[None].to(DEVICE), use_cache=False).logits[0, :-1][kept]
         crossed = crossed - logits.log_softmax(-1).gather(1, labels[1:][kept, None].to(DEVICE)).sum()
         a, b = (x.div(loss.temperature).log_softmax(-1) for x in (logits, theirs))
-        if loss.divergence == "forward_kl":
-            diverged = diverged + (b.exp() * (b - a)).sum()
-        elif loss.divergence == "reverse_kl":
-            diverged = diverged + (a.exp() * (a - b)).sum()
-        else:
-            m = torch.logaddexp(a, b) - torch.tensor(2.0).log()
-            diverged = diverged + (a.exp() * (a - m) + b.exp() * (b - m)).sum() / 2
+        diverged = diverged + divergences(a, b)[loss.divergence].sum()
     return crossed, diverged
 
 

@@ -10,7 +10,7 @@ from correctness.judge import Draw, holds, judge
 from correctness.measure import measure
 from tiny import Outcome
 
-from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora import arithmetic, base_model
 from unsloth_pack.lora import linear as layers
 
 PART = dict.fromkeys(
@@ -24,6 +24,13 @@ PART = dict.fromkeys(
             variant=["branches"],
             dtype=["bfloat16", "float32"],
             checkpointing=["False"],
+        ),
+        *cases(
+            arch=["llama", "gemma2", "granite", "qwen3_moe", "lfm2"],
+            window=["short", "none"],
+            variant=["distillation", "reverse_kl", "jsd"],
+            dtype=["bfloat16", "float32"],
+            checkpointing=["False", "True"],
         ),
         *cases(arch=["qwen3_moe"], variant=["plain", "bias"], dtype=["nf4"], checkpointing=["auto"]),
         *cases(
@@ -48,6 +55,9 @@ DAILY = (  # of them all variants, dtypes, windows and ways of checkpointing
     ("llama", "none", "plain", "float16"),
     ("gpt_oss", "short", "branches", "bfloat16"),
     ("deepseek_v3", "none", "branches", "float32"),
+    ("qwen3_moe", "none", "distillation", "bfloat16"),
+    ("gemma2", "short", "reverse_kl", "bfloat16"),
+    ("granite", "none", "jsd", "float32"),
     ("qwen2", "short", "bias", "bfloat16"),
     ("qwen2", "short", "dropout", "bfloat16"),
     ("qwen2", "short", "rslora", "bfloat16"),
@@ -128,6 +138,7 @@ PLANTED = [  # the variant and dtype that see it, and what fails
         "float32",
         r"gradients on one side only: ",
     ),
+    (base_model, "_list_adapted", lambda model: [], "distillation", "float32", r".*\.lora_B"),
     (arithmetic, "forward", breaks, "plain", "float32", r"RuntimeError: broken here$"),
 ]
 

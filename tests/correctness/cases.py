@@ -24,6 +24,9 @@ VARIANTS = {  # fields of a LoraConfig, or no adapter at all; the names of all n
     "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
     "trained tokens": {"trainable_token_indices": [5, 40, 99, 200]},
     "branches": {},  # documents begin alike, in a padded batch that shares their prefixes
+    "distillation": {},  # from the base, which the model is without its adapter; see `DIVERGENCES`
+    "reverse_kl": {},  # likewise; its arithmetic and that of jsd differ in the head alone, see `_HEADS`
+    "jsd": {},
     "two stages": {},  # its adapter comes from a folder, see `STAGES`
     "full": {"tuning": "full"},
     "frozen parts": {"tuning": "full", "frozen": ["embed_tokens", r"layers\.0"]},
@@ -31,6 +34,8 @@ VARIANTS = {  # fields of a LoraConfig, or no adapter at all; the names of all n
 STAGES = (
     "two stages",
 )  # variants whose adapter a first stage has saved: plain PEFT loads it, or the package
+DIVERGENCES = {"distillation": "forward_kl", "reverse_kl": "reverse_kl", "jsd": "jsd"}  # by variant
+_HEADS = ("llama", "granite", "cohere2", "gemma2")  # logits that are plain, divided, multiplied and capped
 CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
 WITH_IMAGES = image_models.MODELS
 WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
@@ -70,7 +75,12 @@ def cases(images=False, **only):
     for name, values in values_of(images).items():
         kept = [value for value in values if not only.get(name) or value in only[name]]
         chosen = [[*before, value] for before in chosen for value in kept]
-    return [case for case in (Case(*each) for each in chosen) if case.window in windows_of(case.arch)]
+    return [case for case in (Case(*each) for each in chosen) if _exists(case)]
+
+
+def _exists(case):
+    has_variant = case.variant not in ("reverse_kl", "jsd") or case.arch in _HEADS
+    return has_variant and case.window in windows_of(case.arch)
 
 
 def windows_of(arch):

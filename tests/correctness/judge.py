@@ -12,8 +12,9 @@ above its bound is judged again over several draws of documents: luck averages o
 import math
 from dataclasses import dataclass, replace
 
+import tiny
 import torch
-from tiny import Outcome, error, run_alone, run_packed
+from tiny import Outcome, error
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from unsloth_pack.models import arch_spec_for
@@ -58,18 +59,21 @@ def judge_as_few(run, dtype):
     return row
 
 
-def on_the_same_row(model, documents, routes=None):
+def on_the_same_row(model, documents, routes=None, runs=tiny):
     """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask.
 
     Where layers carry a state they do not: there all documents of one length are a batch. gpt_oss makes its
     masks without position_ids: there it is given masks of transformers' own that are made with them.
+
+    Args:
+        runs: has `run_alone` and `run_packed`.
     """
     config = model.config.get_text_config()
     if arch_spec_for(config.model_type).mixers:
-        return _by_length(model, documents, routes)
+        return _by_length(model, documents, routes, runs.run_alone)
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(model.device)
     masks = {"attention_mask": _masks(model, config, positions)} if config.model_type == "gpt_oss" else {}
-    return run_packed(model, documents, routes, position_ids=positions, use_cache=False, **masks)
+    return runs.run_packed(model, documents, routes, position_ids=positions, use_cache=False, **masks)
 
 
 def _masks(model, config, positions):
@@ -80,7 +84,7 @@ def _masks(model, config, positions):
     return {kind: make(config, position_ids=positions, **made) for kind, make in kinds.items()}
 
 
-def _by_length(model, documents, routes):
+def _by_length(model, documents, routes, run_alone):
     """Every document in a row of its own, those of one length as one batch."""
     order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
     lengths = [len(document) for document in documents]

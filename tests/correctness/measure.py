@@ -8,10 +8,10 @@ from unsloth_pack import patch_model
 from unsloth_pack.errors import BackendUnavailable
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-from .cases import CHECKPOINTING, DTYPES, WITH_IMAGES
+from .cases import CHECKPOINTING, DIVERGENCES, DTYPES, WITH_IMAGES
 from .judge import Draw, judge_as_few
 from .models import NotApplicable, drawing_dropout
-from .subjects import Branches, Text, WithImages
+from .subjects import Branches, Distillation, Text, WithImages
 
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
 
@@ -22,8 +22,8 @@ def measure(case):
     Returns:
         Two dicts with the case, `captured`, and one of: the fields of `judge`, with `first_draw` and `draws`
         if one draw was not enough; `refused`, why the case cannot exist; `uncaptured`, why the step is not
-        captured; `failed`, the error that ended it. Also `unfused` and `plan`, from the reports of the patch
-        and of the plan.
+        captured; `failed`, the error that ended it. Also `unfused`, `unshared` (why branches share no prefix)
+        and `plan`, from the reports of the patch and of the plan.
     """
     rows, steps, said = [], _uncaptured_and_captured(case), {}
     for captured in (False, True):
@@ -49,6 +49,8 @@ def _in_turn(case, references, model, patch):
     enable_checkpointing(model, CHECKPOINTING[case.checkpointing])
     decoder = model.get_decoder()
     about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}
+    if case.variant == "branches" and (why := decoder.unpadding.why_no_sharing or decoder.why_not_branched()):
+        about["unshared"] = why
     plan = decoder.recompute_plan
     if plan is not None:  # without this all of a tiny model fits, and nothing is recomputed
         plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
@@ -121,6 +123,8 @@ _references = lru_cache(maxsize=1)(_References)  # cases come in order
 def _subject(arch, window, variant):
     if arch in WITH_IMAGES:
         return WithImages(arch, variant)
+    if variant in DIVERGENCES:
+        return Distillation(arch, window, variant)
     return (Branches if variant == "branches" else Text)(arch, window, variant)
 
 

@@ -48,6 +48,7 @@ def table(result, rows):
             *_failures(rows),
             *_reasons("Refused", "refused", rows),
             *_reasons("Captured steps that run uncaptured", "uncaptured", rows),
+            *_reasons("Branches that share no prefix", "unshared", rows),
             *_reasons("LoRA layers that run through PEFT's forward", "unfused", rows),
             *_not_finite(rows),
             "",

@@ -3,18 +3,22 @@
 import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import image_models
 import numpy as np
 import tiny
 import torch
+from exactness import divergences
 from tiny import MIXED_LENGTHS, random_documents
 from torch.nn.utils.rnn import pad_sequence
 
+from unsloth_pack.lora.base_model import base_model
+from unsloth_pack.losses.distillation import DistillationLoss, model_teacher
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.prefixes import first_differences, share_prefixes
 
-from .cases import DTYPES
+from .cases import DIVERGENCES, DTYPES
 from .judge import on_the_same_row
 from .models import NotApplicable, build, build_exact, copy_dequantised, in_nf4, to_patch
 
@@ -77,6 +81,59 @@ class Branches(Text):
             out = model(**{name: x.to(model.device) for name, x in batch.items()})
             out.loss.backward()
         return tiny.as_outcome(model, out.logits[mask.to(out.logits.device) == 1], out.loss, seen)
+
+
+_KL, _CE = 1.0, 0.3  # weights, at which neither gradient hides the other
+
+
+class Distillation(Text):
+    """A language model that learns from its base beside the labels.
+
+    The base's tokens go to the experts that the student chooses for them.
+    """
+
+    def run_alone(self, model, documents, routes=None):
+        groups = [torch.stack([*group]) for _, group in groupby(documents, key=len)]
+        return self._run_plain(model, documents, groups, routes)
+
+    def run_packed(self, model, documents, routes=None, **describe):
+        """Patched; plain where positions describe the row."""
+        if describe:
+            return self._run_plain(model, documents, [torch.cat(documents)[None]], routes, **describe)
+        teacher = partial(model_teacher, within=partial(base_model, model))
+        loss = DistillationLoss(teacher, DIVERGENCES[self.variant], kl_weight=_KL, ce_weight=_CE)
+        model.get_base_model().training_loss = loss
+        return tiny.run_packed(model, documents, routes)
+
+    def on_the_same_row(self, model, documents, routes=None):
+        return on_the_same_row(model, documents, routes, runs=self)
+
+    def _run_plain(self, model, documents, batches, routes, **describe):
+        describe["use_cache"] = False
+
+        def logits():
+            outputs = [model(input_ids=ids.to(model.device), **describe).logits for ids in batches]
+            return torch.cat([output.flatten(0, 1) for output in outputs])
+
+        model.zero_grad()
+        with tiny.exactly(model):
+            with tiny.routing(model, routes) as seen:
+                ours = logits()
+            routes = routes or {name: torch.cat(parts) for name, parts in seen.items()}
+            with tiny.routing(model, routes), model.disable_adapter(), torch.no_grad():
+                theirs = logits()
+            loss = self._loss(ours, theirs, documents)
+            loss.backward()
+        return tiny.as_outcome(model, ours, loss, seen)
+
+    def _loss(self, ours, theirs, documents):
+        """The mean over all tokens but the first of each document, in float32 at least."""
+        before_next = torch.cat([torch.arange(len(d)) < len(d) - 1 for d in documents]).to(ours.device)
+        wide = torch.promote_types(ours.dtype, torch.float32)
+        log_p, log_q = (x[before_next].to(wide).log_softmax(-1) for x in (ours, theirs))
+        labels = torch.cat([document[1:] for document in documents]).to(ours.device)
+        divergence = divergences(log_p, log_q)[DIVERGENCES[self.variant]]
+        return _KL * divergence.mean() - _CE * log_p.gather(1, labels[:, None]).mean()
 
 
 @dataclass(frozen=True)
