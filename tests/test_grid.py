@@ -93,6 +93,13 @@ def test_packed_is_as_right_as_each_document_alone(model):
     assert any("logits" in row for row in rows) or "bitsandbytes" in rows[0]["refused"]
 
 
+def test_branches_that_share_nothing_say_why():
+    row, _ = measure(Case("lfm2", "none", "branches", "float32", "sdpa", "False"))
+    assert row["unshared"] == "a layer carries a state from token to token"
+    assert holds(row)
+    assert "gradient" in row
+
+
 # What is planted
 
 

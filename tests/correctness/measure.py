@@ -49,7 +49,7 @@ def _in_turn(case, references, model, patch):
     enable_checkpointing(model, CHECKPOINTING[case.checkpointing])
     decoder = model.get_decoder()
     about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}
-    if case.variant == "branches" and (why := decoder.unpadding.why_no_sharing or decoder.why_not_branched()):
+    if case.variant == "branches" and (why := decoder.unpadding.why_no_sharing):
         about["unshared"] = why
     plan = decoder.recompute_plan
     if plan is not None:  # without this all of a tiny model fits, and nothing is recomputed
