@@ -37,7 +37,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.layers.mlp import GateAndUpPlan
+from unsloth_pack.layers.layer import GateAndUpPlan
 from unsloth_pack.layers.moe import FastExperts, FastExpertsLora, read_gate
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts, quantise_experts, quantise_stacks
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 from unsloth_pack import patch_model
 from unsloth_pack.layers import moe as fast
-from unsloth_pack.layers.mlp import GateAndUpPlan
+from unsloth_pack.layers.layer import GateAndUpPlan
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
 
 EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3

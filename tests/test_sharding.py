@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unsloth_pack import modules, patch_model
-from unsloth_pack.layers import mlp
+from unsloth_pack.layers import layer as fast_layer
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 DOCUMENTS = random_documents(MIXED_LENGTHS)
@@ -102,8 +102,8 @@ def test_fsdp2_makes_the_step_of_whole_weights(arch, checkpointing, mesh, monkey
     assert "loss" not in patch.report.fused
     assert patch.report.not_fused["loss"] == "from the logits of all tokens: FSDP shards the head"
     assert "LoRA" not in patch.report.not_fused
-    nodes, node = [], mlp.gated_mlp
-    monkeypatch.setattr(mlp, "gated_mlp", lambda *args: nodes.append(args) or node(*args))
+    nodes, node = [], fast_layer.gated_mlp
+    monkeypatch.setattr(fast_layer, "gated_mlp", lambda *args: nodes.append(args) or node(*args))
     for _ in range(2):  # the second gathers into the memory of the first
         assert_same_step(packed_step(model), whole)
     assert nodes

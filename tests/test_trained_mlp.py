@@ -9,7 +9,7 @@ from test_gated_mlp import inputs as packed_inputs
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.layers.mlp import trained_gated_mlp, trains_fused
+from unsloth_pack.layers.trained_mlp import trained_gated_mlp, trains_fused
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 LENGTHS = [40, 1, 30, 5]

@@ -47,6 +47,9 @@ class CapturableDecoder(Walkable, Protocol):
 
     def get_input_embeddings(self) -> nn.Embedding: ...
 
+    def embed_per_layer(self, input_ids: Tensor) -> Mapping[str, Tensor]:
+        """Return the layers' own embeddings of token ids as an argument of `_packed_forward`, if any."""
+
     def _packed_forward(
         self,
         row: PackedRow,

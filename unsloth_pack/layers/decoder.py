@@ -1,6 +1,6 @@
 """Run the decoder: a packed row through its layers, an ordinary batch through transformers' own forward.
 
-Shapes: B rows of T tokens, V of all tokens stand for images, C features.
+Shapes: B rows of T tokens, V of all tokens stand for images, C features, P of a layer's own embeddings.
 """
 
 import logging
@@ -19,9 +19,9 @@ from transformers.utils.output_capturing import capture_outputs
 from unsloth_pack.cuda_graphs.shapes import Embedded
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.layer import build_layer_inputs
+from unsloth_pack.layers.layer import GateAndUpPlan
 from unsloth_pack.layers.leak_probe import DecoderProbe
-from unsloth_pack.layers.mlp import GateAndUpPlan
+from unsloth_pack.layers.mixers.cross_layer_kv import SharedKeysAndValues
 from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.losses.head import LOSS_KEYWORDS
@@ -261,7 +261,7 @@ class FastDecoder(nn.Module):
             multiplier = multiplier or self.spec.token_multiplier
         if multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, multiplier)
-        layer_inputs = build_layer_inputs(self, input_ids, hidden_BTC, kwargs)
+        layer_inputs = self._build_layer_inputs(input_ids, hidden_BTC, kwargs)
         deepstack = take_visual_by_layer(row, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         shared_inputs = dict.fromkeys(self.row_keywords, row) | kwargs
@@ -284,6 +284,44 @@ class FastDecoder(nn.Module):
             return embedded
         documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
         return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)
+
+    def _build_layer_inputs(
+        self, input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Build the keywords of each layer for a packed row; those that are not for layers leave `kwargs`."""
+        shared: dict[str, Any] = {}
+        if self.spec.kv_sharing:
+            self._refuse_reentrant_sharing()
+            for of_an_assistant in ("shared_kv_states", "return_shared_kv_states"):  # None in other calls
+                kwargs.pop(of_an_assistant, None)
+            shared["shared_kv_states"] = SharedKeysAndValues()
+        own: Sequence[Tensor | None] = [None] * len(self.layers)  # `[B, T, P]` of each layer
+        if not self.spec.per_layer_inputs:
+            return [shared] * len(own)
+        embeddings: Tensor | None = kwargs.pop("per_layer_inputs", None)
+        if self.config.hidden_size_per_layer_input:  # by transformers' own methods, which work by token
+            if embeddings is None:
+                embeddings = self.get_per_layer_inputs(input_ids, hidden_BTC)
+            elif input_ids is not None:
+                raise InputError("per_layer_inputs come with input_ids; give them with inputs_embeds only")
+            own = self.project_per_layer_inputs(hidden_BTC, embeddings).unbind(2)
+        return [{"per_layer_input": inputs} | shared for inputs in own]
+
+    def embed_per_layer(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return the layers' own embeddings, else looked up by embedding in the whole vocabulary."""
+        if not (self.spec.per_layer_inputs and self.config.hidden_size_per_layer_input):
+            return {}
+        return {"per_layer_inputs": self.get_per_layer_inputs(input_ids, None)}
+
+    def _refuse_reentrant_sharing(self) -> None:
+        """Refuse checkpointing that keeps gradients for a layer's output alone, not for what it stores."""
+        for layer in self.layers if self.training else ():
+            options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+            if layer.gradient_checkpointing and options.get("use_reentrant"):
+                raise InputError(
+                    "use_reentrant=True loses the gradients of keys and values that layers share; set "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
 
 
 def has_fast_decoder(model: nn.Module | None) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.kernels.launch import compile_in_parallel, triton
-from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.layers.leak_probe import (
     DecoderProbe,
     bare_forward,
@@ -46,7 +45,7 @@ def compile_kernels(
                 ids = torch.zeros(row.shape, dtype=torch.long, device=row.device)
                 with torch.no_grad():
                     embeds = decoder.get_input_embeddings()(ids).requires_grad_()  # as of layers below
-                own = embed_per_layer(decoder, ids)
+                own = decoder.embed_per_layer(ids)
                 hidden: Any = packed_forward(decoder, row, None, embeds, only=only, **own).last_hidden_state
                 loss = loss_of(hidden if batch is None else batch.padded(hidden))
                 trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]

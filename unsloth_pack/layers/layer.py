@@ -1,28 +1,30 @@
-"""Run decoder layers that norm the inputs of their mixer and their MLP, and build what layers take beside.
+"""Run decoder layers, their norms and MLPs, and decide which layers keep gate and up for the backward pass.
 
 Some 70 decoder layers in transformers have Llama's forward, word for word. They run fused: a residual is
 added and normed in one launch. Any other layer keeps transformers' forward.
 
-Shapes: B rows of T tokens, C features, L layers, P features of a layer's own embeddings.
+Gate and up are the largest of a layer's activations. Computing them again costs a GEMM as large as the first,
+so layers do so only where memory is short, and not all of them.
+
+Shapes: B rows of T tokens, C features.
 """
 
 import inspect
-from collections import UserDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import ACT2CLS, ACT2FN
 
-from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import add_rms_norm, rms_norm
-from unsloth_pack.lora.linear import with_recipe
-from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
-
-if TYPE_CHECKING:
-    from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.cuda_graphs.capture_decision import free_bytes
+from unsloth_pack.kernels import add_rms_norm, gated, relu2, rms_norm, xielu
+from unsloth_pack.layers.trained_mlp import trained_gated_mlp, trains_fused
+from unsloth_pack.lora.linear import can_run_fused, project, with_recipe
+from unsloth_pack.lora.mlp import gate_and_up, gated_mlp
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile, own_names
 
 
 class FastRMSNorm(nn.Module):
@@ -152,119 +154,160 @@ def _plain_forward(
     return hidden_states  # noqa: RET504 - the instructions are compared
 
 
-class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
-    """Keys and values by the type of the layer that stored them.
+_SHARE = 0.25  # of the free memory, for gate and up; the rest of a step needs about as much again
+_MANY_BYTES = 2**27  # of gate and up in a layer; fewer are always kept
+_SPARING = 448  # one layer in (width / 448), at least one in two, recomputes gate and up
 
-    It is no dict and has a `to`: FSDP2 copies dicts on the way into a layer, and so does accelerate all that
-    cannot move itself.
+
+class GateAndUpPlan:
+    """Decides for every step which layers keep gate and up, by its tokens and the free memory."""
+
+    def __init__(self, features: Sequence[int]):
+        self._features = list(features)  # of gate, for a token, in every module that may keep them
+        self._has_room = False
+
+    def decide(self, tokens: int, element_size: int, device: torch.device) -> None:
+        """Decide for the next step. Asks the driver only where a layer might not keep them."""
+        bytes_per_feature = 2 * tokens * element_size
+        if device.type == "cuda" and max(self._features, default=0) * bytes_per_feature >= _MANY_BYTES:
+            self._has_room = sum(self._features) * bytes_per_feature <= _SHARE * free_bytes(device)
+
+    def keeps(self, number: int, width: int, n_bytes: int) -> bool:
+        """Return whether layer `number`, on a GPU with an input of this width, keeps its `n_bytes` of them.
+
+        Where memory is short, every second layer of a narrow model recomputes them, and every ninth of one
+        that is 4,096 wide: a byte of them costs as many FLOP as the layer is wide.
+        """
+        return self._has_room or n_bytes < _MANY_BYTES or number % max(2, width // _SPARING) > 0
+
+
+def keeps_gate_and_up(plan: GateAndUpPlan, layer: nn.Module, number: int, x: Tensor, features: int) -> bool:
+    """Return whether a module keeps them for the backward pass; never in a layer that is recomputed.
+
+    `x` `[.., width]` is its input, `features` counts those of gate; `number` is that of its `layer`, from 0.
     """
-
-    def to(self, device: torch.device, **how: Any) -> "SharedKeysAndValues":
-        """Move all to a device, in place."""
-        self.data = {name: (k.to(device, **how), v.to(device, **how)) for name, (k, v) in self.data.items()}
-        return self
-
-
-def build_layer_inputs(
-    decoder: "FastDecoder", input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Build the keywords of each layer for a packed row; those that are not for layers leave `kwargs`."""
-    by_layer: list[dict[str, Any]] = [{} for _ in decoder.layers]
-    if decoder.spec.kv_sharing:
-        _refuse_reentrant_sharing(decoder)
-        for name in ("shared_kv_states", "return_shared_kv_states"):  # of an assistant; None in other calls
-            kwargs.pop(name, None)
-        shared = SharedKeysAndValues()
-        for inputs in by_layer:
-            inputs["shared_kv_states"] = shared
-    if decoder.spec.per_layer_inputs:
-        own_BTLP = _per_layer_inputs(decoder, input_ids, hidden_BTC, kwargs.pop("per_layer_inputs", None))
-        for number, inputs in enumerate(by_layer):
-            inputs["per_layer_input"] = None if own_BTLP is None else own_BTLP[:, :, number]
-    return by_layer
+    if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
+        return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
+    width = x.shape[-1]
+    n_bytes: int = 2 * features * x.element_size() * (x.numel() // width)
+    return not x.is_cuda or plan.keeps(number, width, n_bytes)
 
 
-def embed_per_layer(decoder: Any, input_ids: Tensor) -> dict[str, Tensor]:
-    """Return the layers' own embeddings of token ids, else looked up by embedding in the whole vocabulary."""
-    if not (decoder.spec.per_layer_inputs and decoder.config.hidden_size_per_layer_input):
-        return {}
-    return {"per_layer_inputs": decoder.get_per_layer_inputs(input_ids, None)}
+# Attributes of transformers' MLPs that the forward reads, or that change nothing
+_KNOWN = frozenset({
+    "config", "hidden_size", "intermediate_size", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "act_fn", "activation_fn", "residual_dropout", "input_size", "layer_idx",
+})  # fmt: skip
+ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
+    nn.SiLU: "silu",
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}
 
 
-def _per_layer_inputs(
-    decoder: "FastDecoder", input_ids: Tensor | None, hidden_BTC: Tensor, embeddings_BTLP: Tensor | None
-) -> Tensor | None:
-    """Return `[B, T, L, P]` by transformers' own methods, which work by token, or None."""
-    if not decoder.config.hidden_size_per_layer_input:
-        return None
-    if embeddings_BTLP is None:
-        embeddings_BTLP = decoder.get_per_layer_inputs(input_ids, hidden_BTC)
-    elif input_ids is not None:
-        raise InputError("per_layer_inputs come with input_ids; give them with inputs_embeds only")
-    return decoder.project_per_layer_inputs(hidden_BTC, embeddings_BTLP)
+class GatedProjections(NamedTuple):
+    """The names of a gated MLP's layers: gate and up, perhaps joined; down; and its activation."""
+
+    inner: tuple[str, ...]
+    down: str
+    act: str
+
+    def count_features(self, mlp: nn.Module) -> int:
+        """Return how many features gate has, and up."""
+        features: int = getattr(mlp, self.down).in_features
+        return features
 
 
-def _refuse_reentrant_sharing(decoder: "FastDecoder") -> None:
-    """Refuse checkpointing that keeps gradients for a layer's output alone, not for what it stores."""
-    for layer in decoder.layers if decoder.training else ():
-        options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-        if layer.gradient_checkpointing and options.get("use_reentrant"):
-            raise InputError(
-                "use_reentrant=True loses the gradients of keys and values that layers share; set "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
+class FastMLP(nn.Module):
+    """Replaces the class of a transformers gated MLP."""
 
-
-_UNTRAINED = -1
-
-
-class FastTrainedTokens(nn.Module):
-    """Replaces the class of a `TrainableTokensWrapper` around input embeddings.
-
-    PEFT puts the trained rows into a copy of the whole matrix at every call, which no graph can capture. Here
-    they are looked up in their own small matrix.
-    """
-
-    token_adapter: Any
-    disable_adapters: bool
-    placed: tuple[int, ...] | None = None
-    places: Tensor  # `[V]`, the row of each token in the trained matrix, for the tokens in `placed`; else -1
+    spec: ArchSpec
+    projections: GatedProjections
+    decoder_layer: nn.Module  # the layer that holds this MLP, of this `number` from 0
+    number: int
+    gate_and_up_plan: GateAndUpPlan
+    residual_dropout: float = 0.0
 
     @no_compile
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return `[..., C]` for token ids `[...]`."""
-        if args or kwargs or not self._runs_fused():
-            plain: Tensor = super().forward(x, *args, **kwargs)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Run `[..., hidden]` through the gate, up and down projections."""
+        activation = _find_activation(self, self.spec, self.projections.act)
+        if activation is None:  # the activation was replaced, or has hooks now
+            plain: Tensor = super().forward(hidden_states)
             return plain
-        layer = self.token_adapter
-        (name,) = layer.active_adapters
-        embeddings: Tensor = layer.base_layer(x)
-        trained = layer.trainable_tokens_delta[name].to(layer.base_layer.weight.dtype)
-        place = self._find_places(layer.token_indices[name], x.device)[x]
-        rows = F.embedding(place.clamp(min=0), trained)
-        if (scale := layer._get_embed_scale()) is not None:
-            rows = rows * scale.to(rows.dtype)
-        return torch.where((place != _UNTRAINED)[..., None], rows, embeddings)
+        out = self._run_gated(hidden_states, activation)
+        return F.dropout(out, self.residual_dropout, self.training) if self.residual_dropout else out
 
-    def _runs_fused(self) -> bool:
-        layer = self.token_adapter
-        base = layer.base_layer
-        if self.disable_adapters or layer.disable_adapters or layer.merged or has_hooks(layer, base):
-            return False
-        names = layer.active_adapters
-        if len(names) != 1 or names[0] not in layer.trainable_tokens_delta:
-            return False
-        is_plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
-        return is_plain and base.padding_idx not in layer.token_indices[names[0]]
+    def _run_gated(self, hidden_states: Tensor, activation: str) -> Tensor:
+        inner: list[Any] = [getattr(self, name) for name in self.projections.inner]
+        down: Any = getattr(self, self.projections.down)
+        if self.spec.mlp_multipliers is not None:
+            gate_scale, down_scale = (getattr(self, name) for name in self.spec.mlp_multipliers)
+            gate, up = gate_and_up(project(hidden_states, inner))
+            scaled: Tensor = down(gated(gate * gate_scale, up, activation)) * down_scale
+            return scaled
+        if can_run_fused(hidden_states, [*inner, down]):
+            return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        if trains_fused([*inner, down]):
+            return trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        gate, up = gate_and_up(project(hidden_states, inner))
+        out: Tensor = down(gated(gate, up, activation))
+        return out
 
-    def _find_places(self, tokens: list[int], device: torch.device) -> Tensor:
-        if self.placed != tuple(tokens) or self.places.device != device:
-            places = torch.full((self.token_adapter.base_layer.num_embeddings,), _UNTRAINED)
-            places[torch.tensor(tokens)] = torch.arange(len(tokens))
-            self.__dict__.update(places=places.to(device), placed=tuple(tokens))
-        return self.places
+    def _keeps(self, x: Tensor) -> bool:
+        features = self.projections.count_features(self)
+        return keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x, features)
 
 
-def trains_tokens(embeddings: nn.Module) -> bool:
-    """Return whether PEFT trains a few rows of input embeddings."""
-    return isinstance(embeddings, TrainableTokensWrapper)
+def find_gated_projections(mlp: nn.Module, spec: ArchSpec) -> GatedProjections | None:
+    """Return the names of an MLP's linear layers, or None if it is no gated MLP that can be fused."""
+    usual = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "act_fn")
+    joined, gate, up, down, act = map(spec.name, usual)
+    names = own_names(mlp)
+    projections = GatedProjections((joined,) if joined in names else (gate, up), down, act)
+    known = {*_KNOWN, *map(spec.name, _KNOWN), *(spec.mlp_multipliers or ())}
+    is_known = {*projections.inner, down} <= names <= known
+    return projections if is_known and _find_activation(mlp, spec, act) is not None else None
+
+
+def _find_activation(mlp: nn.Module, spec: ArchSpec, name: str) -> str | None:
+    """Return the kernel's name of an MLP's activation, or None."""
+    if spec.activation is not None:
+        return spec.activation
+    act = mlp._modules.get(name)
+    return None if act is None else name_activation(act)
+
+
+def name_activation(act: nn.Module) -> str | None:
+    """Return the kernel's name of an activation module, or None if it has hooks or is unknown."""
+    return None if has_hooks(act) else ACTIVATIONS.get(type(act))
+
+
+class FastReLU2(nn.Module):
+    """Replaces transformers' squared ReLU."""
+
+    @no_compile
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[...]` from `[...]`; as for an RMS norm, the result need not be kept beside the input."""
+        return with_recipe(relu2(input), relu2, (input,))
+
+
+class FastXIELU(nn.Module):
+    """Replaces transformers' xIELU."""
+
+    alpha_p: nn.Parameter
+    alpha_n: nn.Parameter
+    beta: Tensor
+    eps: Tensor
+
+    @no_compile
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[...]` from `[...]`; as for an RMS norm, the result need not be kept beside the input."""
+        inputs = (input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+        return with_recipe(xielu(*inputs), xielu, inputs)
+
+
+FAST_ACTIVATIONS: dict[Any, type[nn.Module]] = {  # by transformers' class
+    ACT2CLS["relu2"]: FastReLU2,
+    ACT2CLS["xielu"]: FastXIELU,
+}

@@ -22,7 +22,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, DecoderOutput
 from unsloth_pack.errors import LeakFound
-from unsloth_pack.layers.layer import embed_per_layer
 from unsloth_pack.modules import HOOKS, Walkable, sharded_by
 from unsloth_pack.packed_row.row import PackedRow
 
@@ -291,7 +290,7 @@ class _Decoder(ProbeSubject):
         parent = None if self.parent is None else (*self.parent,)
         row = PackedRow.of_lengths(lengths, embeddings_1TC.device, parent)
         ids = torch.cat(list(documents)).to(embeddings_1TC.device)[None]
-        inputs = embed_per_layer(self._decoder, ids)
+        inputs = self._decoder.embed_per_layer(ids)
         output = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **inputs)
         assert output.last_hidden_state is not None
         return torch.split(output.last_hidden_state[0], list(lengths))

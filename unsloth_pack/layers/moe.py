@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import Gate
 from unsloth_pack.kernels.moe import why_not_grouped
-from unsloth_pack.layers.mlp import ACTIVATIONS, GateAndUpPlan, keeps_gate_and_up
+from unsloth_pack.layers.layer import ACTIVATIONS, GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.lora.expert_stacks import (
     STACKS,
     ExpertsModule,

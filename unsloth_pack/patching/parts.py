@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import Gate
 from unsloth_pack.layers.decoder import has_fast_decoder
+from unsloth_pack.layers.layer import FAST_ACTIVATIONS, GatedProjections, find_gated_projections
 from unsloth_pack.layers.mixers import MIXERS, Choice, Mixer
-from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, GatedProjections, find_gated_projections
 from unsloth_pack.layers.moe import count_gate_features, read_gate, why_experts_not_fused, why_reads_host
 from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
 from unsloth_pack.lora.linear import is_lora_linear

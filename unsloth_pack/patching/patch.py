@@ -34,16 +34,23 @@ from unsloth_pack.layers.forward_call import (
     drop_wrapped_forward,
     read_forwards,
 )
-from unsloth_pack.layers.layer import NORMS, FastLayer, FastTrainedTokens, is_plain, trains_tokens
+from unsloth_pack.layers.layer import (
+    FAST_ACTIVATIONS,
+    NORMS,
+    FastLayer,
+    FastMLP,
+    GateAndUpPlan,
+    is_plain,
+)
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mixers import Choice, Request
-from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, FastMLP, GateAndUpPlan
 from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
 from unsloth_pack.layers.rotary import RotaryTables, rotary_module, rotary_tables
 from unsloth_pack.layers.sequence_classification import FastSequenceClassification
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.layers.vision.vision_lm import FastVisionLM
 from unsloth_pack.lora.linear import FastLoraLinear
+from unsloth_pack.lora.trained_tokens import FastTrainedTokens, trains_tokens
 from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
 from unsloth_pack.layers.forward_call import read_trl_head
-from unsloth_pack.layers.layer import is_plain, trains_tokens
+from unsloth_pack.layers.layer import is_plain
 from unsloth_pack.layers.mixers import Choice
 from unsloth_pack.layers.moe import (
     FastExperts,
@@ -31,6 +31,7 @@ from unsloth_pack.lora.expert_stacks import (
 )
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear, why_not_fused
 from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit
+from unsloth_pack.lora.trained_tokens import trains_tokens
 from unsloth_pack.losses.head import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching.parts import DecoderParts

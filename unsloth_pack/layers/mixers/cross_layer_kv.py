@@ -8,20 +8,34 @@ what the layer of their type stored. Layers may differ in head size and in their
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size of the layer.
 """
 
+from collections import UserDict
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from unsloth_pack.kernels import rms_norm, rope_qk
-from unsloth_pack.layers.layer import SharedKeysAndValues
 from unsloth_pack.layers.mixers.attention import AttentionMixer, SoftmaxAttention, fuse_norms
 from unsloth_pack.layers.mixers.contract import Mixer, Report
 from unsloth_pack.lora.linear import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import has_hooks, no_compile
 from unsloth_pack.packed_row.row import PackedRow
+
+
+class SharedKeysAndValues(UserDict[str, tuple[Tensor, Tensor]]):
+    """Keys and values by the type of the layer that stored them.
+
+    It is no dict and has a `to`: FSDP2 copies dicts on the way into a layer, and so does accelerate all that
+    cannot move itself.
+    """
+
+    def to(self, device: torch.device, **how: Any) -> "SharedKeysAndValues":
+        """Move all to a device, in place."""
+        self.data = {name: (k.to(device, **how), v.to(device, **how)) for name, (k, v) in self.data.items()}
+        return self
 
 
 class FastSharedKVAttention(SoftmaxAttention):

@@ -23,7 +23,7 @@ from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.cuda_graphs.tower import Patches, Run, TowerGraphs
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import gated, rope_qk
-from unsloth_pack.layers.mlp import name_activation
+from unsloth_pack.layers.layer import name_activation
 from unsloth_pack.lora.linear import can_run_fused, get_compute_dtype, project
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.models.spec import VisionSpec
