@@ -5,11 +5,11 @@ For each row of hidden with a label, of logits l and z as in `head.py`:
     loss = log Σ exp(z) - z[label]
     gl   = (softmax(z) - onehot(label)) * dz/dl
 
-One kernel reads a chunk's logits, writes the losses and overwrites the logits by gl. So the forward pass
-already computes all gradients, from logits that are computed once. The backward pass only scales them: they
-stay in float32 because they are rounded afterwards.
+One kernel reads a chunk's logits, writes log-probabilities and overwrites the logits by their gradient, -gl.
+So the forward pass already computes all gradients, from logits that are computed once. The backward pass only
+scales them: they stay in float32 because they are rounded afterwards.
 
-Shapes: T tokens, N of them with a label, L of a chunk, V outputs of the head.
+Shapes: N tokens with a label, L of a chunk, V outputs of the head.
 """
 
 from __future__ import annotations
@@ -25,27 +25,11 @@ from unsloth_pack.kernels.head import (
     Inputs,
     LabelledRows,
     Options,
-    load_block,
-    logit_and_slope,
     prepare_head_inputs,
-    scale_rounded_once,
-    score_plainly,
-    spread_gradients,
+    scale_gradients,
 )
-from unsloth_pack.kernels.launch import (
-    MAX_WARPS,
-    PER_THREAD,
-    apply,
-    floor_power_of_2,
-    jit,
-    once_differentiable,
-    takes_fused_path,
-    tl,
-    triton,
-    wide_dtype,
-)
-
-_BLOCK = 8192  # logits that a program holds at a time
+from unsloth_pack.kernels.launch import apply, once_differentiable, wide_dtype
+from unsloth_pack.kernels.token_scores import score_logits
 
 
 def linear_cross_entropy(
@@ -98,75 +82,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, labelled: LabelledRows, options: Options, with_grad: bool, *inputs: *Inputs
     ) -> Tensor:
-        N, rows = labelled.count, labelled.rows
         hidden = inputs[0]
-        losses_N = hidden.new_empty(N, dtype=wide_dtype(hidden))
+        log_probs_N = hidden.new_empty(labelled.count, dtype=wide_dtype(hidden))
         needed = [with_grad and needs for needs in ctx.needs_input_grad[3:8]]
         head = HeadPass(inputs, labelled, needed, options)
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
-            _cross_entropy(logits_LV, labels_L, losses_N[chunk], options, any(needed))
+            score_logits(logits_LV, labels_L, options, any(needed), log_probs_N[chunk])
 
-        head.run(turn, losses_N, sign=-1.0)
-        ctx.save_for_backward(rows, *head.gradients)
+        head.run(turn, log_probs_N)
+        ctx.save_for_backward(labelled.rows, *head.gradients)
         ctx.shape, ctx.dtype = hidden.shape[:-1], hidden.dtype
-        return losses_N.sum()
+        return -log_probs_N.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *gradients = ctx.saved_tensors
-        if not len(rows):
-            g = torch.zeros_like(g)  # infinite for the mean over no row
-        gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
-        return None, None, None, *spread_gradients(gradients, rows, ctx.shape), None
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, options: Options, with_grad: bool) -> None:
-    """Write losses `[L]` of logits `[L, V]`. In place, with_grad: logits -> d(sum of losses) / d(logits)."""
-    if not takes_fused_path(logits, logits):
-        upstream = [torch.full_like(losses, -1)] if with_grad else []
-        losses.copy_(-score_plainly(logits, labels, options, (), upstream).log_prob)
-        return
-    (L, V), (scale, softcap) = logits.shape, options
-    BLOCK = min(_BLOCK, triton.next_power_of_2(V))
-    num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK // (32 * PER_THREAD)))
-    with torch.cuda.device_of(logits):
-        _cross_entropy_kernel[(L,)](
-            *(logits, labels, losses, float(scale), float(softcap or 1), V),
-            *(softcap is not None, with_grad, BLOCK),
-            num_warps=num_warps,
-        )
-
-
-# V is specialised: Triton must know that 16 divides it for 16-byte accesses.
-@jit
-def _cross_entropy_kernel(
-    logits, labels, losses, scale, softcap, V,
-    CAPPED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write losses `[L]`; WITH_GRAD logits `[L, V]` become their gradient. Grid: L."""
-    row = tl.program_id(0).to(tl.int64)
-    start = logits + row * V
-    label = tl.load(labels + row).to(tl.int64)
-    is_valid = (label >= 0) & (label < V)
-    x_label = tl.load(start + label, mask=is_valid, other=float("nan")).to(tl.float32)
-    peak = -3e38  # finite: a row may begin with a block of -inf
-    total = 0.0
-    for first in range(0, V, BLOCK):
-        x_B, mask_B = load_block(start, first, V, BLOCK)
-        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
-        z_B = tl.where(mask_B, z_B, float("-inf"))
-        higher = tl.maximum(peak, tl.max(z_B))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z_B - higher))
-        peak = higher
-    z_label, _ = logit_and_slope(x_label, scale, softcap, CAPPED)
-    tl.store(losses + row, tl.log(total) - (z_label - peak))
-    if WITH_GRAD:
-        per_total = tl.div_rn(1.0, total)
-        for first in range(0, V, BLOCK):
-            x_B, mask_B = load_block(start, first, V, BLOCK)
-            z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
-            column_B = first + tl.arange(0, BLOCK)
-            g_B = tl.exp(z_B - peak) * per_total - tl.where(column_B == label, 1.0, 0.0)
-            tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
+        return None, None, None, *scale_gradients(ctx, -g), None

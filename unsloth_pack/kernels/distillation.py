@@ -44,8 +44,7 @@ from unsloth_pack.kernels.head import (
     logit_and_slope,
     prepare_head_inputs,
     scale_and_cap,
-    scale_rounded_once,
-    spread_gradients,
+    scale_gradients,
 )
 from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_fused_path, tl, wide_dtype
 
@@ -158,11 +157,7 @@ class _LinearDistillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *gradients = ctx.saved_tensors
-        if not len(rows):
-            g = torch.zeros_like(g)  # infinite for the mean over no row
-        gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
-        return *(None,) * 4, *spread_gradients(gradients, rows, ctx.shape), None
+        return *(None,) * 4, *scale_gradients(ctx, g), None
 
 
 def _reader(

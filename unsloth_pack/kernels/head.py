@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,15 +159,14 @@ class HeadPass:
     def run(
         self,
         turn: Callable[[Tensor, Tensor, slice], Tensor | None],
-        scores_N: Tensor | None = None,
-        sign: float = 1.0,
+        log_probs_N: Tensor | None = None,
     ) -> None:
         """Compute each chunk's logits and let `turn` compute their gradient.
 
         Args:
             turn: called with logits `[L, V]`, labels `[L]` and the chunk. Returns their gradient in hidden's
                 dtype, or None if it has overwritten the logits.
-            scores_N: written by `turn`, if their sum is what gets the gradient: sign * log-probabilities.
+            log_probs_N: written by `turn`, if their sum is what gets the gradient.
         """
         V, N, g_h = len(self._weight), len(self._rows), self.gradients[3]
         most = self._max_chunk_rows()
@@ -180,14 +180,13 @@ class HeadPass:
                 logits_LV, x_LC = self.compute_logits(buffer_LV, chunk)
                 labels_L = self._labels_N[chunk]
                 label_logits_L1 = None
-                if self._outputs is not None and g_h is not None and scores_N is not None:
+                if self._outputs is not None and g_h is not None and log_probs_N is not None:
                     label_logits_L1 = logits_LV.gather(1, labels_L.long().clamp(0, V - 1)[:, None])
                 g_LV = turn(logits_LV, labels_L, chunk)
                 if any(g is not None for g in self.gradients):
                     self._add_gradients(logits_LV if g_LV is None else g_LV, x_LC, chunk)
-                if label_logits_L1 is not None and g_h is not None and scores_N is not None:
-                    log_probs_L1 = sign * scores_N[chunk, None]
-                    g_h[chunk] = sign * self._gradient_of_outputs(label_logits_L1, log_probs_L1, chunk)
+                if label_logits_L1 is not None and g_h is not None and log_probs_N is not None:
+                    g_h[chunk] = self._gradient_of_outputs(label_logits_L1, log_probs_N[chunk, None], chunk)
 
     def _max_chunk_rows(self) -> int:
         size = self._logits_dtype.itemsize
@@ -251,6 +250,15 @@ def spread_gradients(
             total = x_NX.new_zeros((math.prod(shape), width))
             spread[i] = total.index_copy_(0, rows, x_NX).view(*shape, width)
     return spread
+
+
+def scale_gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
+    """Return the gradients of a node that saved the rows and a pass's `gradients`, times g `[]`."""
+    rows, *gradients = ctx.saved_tensors
+    if not len(rows):
+        g = torch.zeros_like(g)  # infinite for the mean over no row
+    gradients = [scale_rounded_once(x, g.view(1), ctx.dtype) for x in gradients]
+    return spread_gradients(gradients, rows, ctx.shape)
 
 
 def scale_rounded_once(x: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -22,7 +22,7 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 import torch
@@ -214,19 +214,22 @@ class _TokenScores(torch.autograd.Function):
         trains_head = needed[1] or needed[2] or needed[4]
         at_once = (needed[0] or needed[3]) and not trains_head
         head = HeadPass(inputs, labelled, needed if at_once else [False] * 5, options)
-        scores_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in (True, *wanted)]
+        log_probs_N = hidden.new_empty(N, dtype=wide)
+        others_N = [hidden.new_empty(N, dtype=wide) if wants else None for wants in wanted]
 
         def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
-            parts = [None if score is None else score[chunk] for score in scores_N]
-            _score(logits_LV, labels_L, parts, options, at_once)
+            others = [None if score is None else score[chunk] for score in others_N]
+            score_logits(logits_LV, labels_L, options, at_once, log_probs_N[chunk], others)
 
-        head.run(turn, scores_N[0])
+        head.run(turn, log_probs_N)
         needs_logits_again = trains_head or (at_once and wanted[0])
         again = inputs if needs_logits_again else (None,) * 6
         ctx.save_for_backward(head.gradients[0], head.gradients[3], *again)
         ctx.labelled, ctx.shape, ctx.dtype, ctx.options = labelled, hidden.shape[:-1], hidden.dtype, options
         T = labelled.labels.numel()
-        scores_T = [x if x is None else x.new_zeros(T).index_copy_(0, rows, x) for x in scores_N]
+        scores_T = [
+            x if x is None else x.new_zeros(T).index_copy_(0, rows, x) for x in (log_probs_N, *others_N)
+        ]
         if scores_T[2] is not None:
             scores_T[2] = scores_T[2].bool()
         ctx.mark_non_differentiable(*(score for score in scores_T[2:] if score is not None))
@@ -260,20 +263,22 @@ class _TokenScores(torch.autograd.Function):
         return *(None,) * 4, *spread_gradients(gradients, rows, ctx.shape), None
 
 
-def _score(
-    logits: Tensor, labels: Tensor, scores: list[Tensor | None], options: Options, with_grad: bool
+def score_logits(
+    logits: Tensor,
+    labels: Tensor,
+    options: Options,
+    with_grad: bool,
+    log_prob: Tensor,
+    others: Sequence[Tensor | None] = (None,) * len(FIELDS),
 ) -> None:
-    """Write scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
-    log_prob, *others = scores
-    assert log_prob is not None
+    """Write log_prob and `others`, each `[L]`, of logits `[L, V]`; with_grad: logits -> the gradient."""
     if not takes_fused_path(logits, logits):
-        fields = [field for field, wanted in zip(FIELDS, others, strict=True) if wanted is not None]
+        fields = [field for field, other in zip(FIELDS, others, strict=True) if other is not None]
         upstream = [torch.ones_like(log_prob)] if with_grad else []
-        for score, plain in zip(
-            scores, score_plainly(logits, labels, options, fields, upstream), strict=True
-        ):
-            if score is not None and plain is not None:
-                score.copy_(plain)
+        plain = score_plainly(logits, labels, options, fields, upstream)
+        for score, value in zip((log_prob, *others), plain, strict=True):
+            if score is not None and value is not None:
+                score.copy_(value)
         return
     (L, V), (scale, softcap) = logits.shape, options
     with torch.cuda.device_of(logits):
