@@ -152,14 +152,15 @@ def assert_no_divergence(model, loss, batch):
 @pytest.mark.parametrize("is_captured", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("name", ["qwen3 torch.bfloat16", "qwen3 torch.float32", "4 bits"])
 def test_an_untrained_adapter_has_no_divergence_on_a_gpu(name, is_captured):
-    """In rows as long as their captured shape: GEMMs over a padded row may round otherwise."""
+    """Once captured, in shorter rows too: teacher and student compute the same padded row."""
     model = UNTRAINED[name]()
     patch_model(model, "triton")
     graphs = model.get_decoder().step_graphs
     graphs.why_never = None if is_captured else "for comparison"
     loss = distilled(model, kl_weight=1.0, ce_weight=0.0)
-    for seed in range(6):
-        assert_no_divergence(model, loss, row_of([90, 60, 106], seed)[0])
+    for seed in range(8):
+        lengths = [90, 60, 106 if seed < 5 else 90]
+        assert_no_divergence(model, loss, row_of(lengths, seed)[0])
     assert str(graphs).startswith("captured") == is_captured
 
 

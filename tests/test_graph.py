@@ -113,7 +113,7 @@ def capture(models, n=4, **asked):
 
 def captured_form(replay):
     """Stands for a captured shape; `replay` gets a row and what goes in."""
-    return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay)
+    return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay, forward=lambda *_: None)
 
 
 # What a shape is, which needs no GPU
@@ -627,6 +627,42 @@ def test_a_replay_is_of_the_row_that_came(recorded):
         of_hidden = torch.randn(hidden.shape)
         (found,) = torch.autograd.grad(hidden, weight, of_hidden)
         torch.testing.assert_close(found, torch.zeros(8, 4).index_add(0, ids, of_hidden[0]))
+
+
+def test_passes_without_gradients_are_replayed_in_the_shapes_of_steps(recorded, held_up, monkeypatch):
+    """As a teacher's or reference's of the same weights: each state of the decoder has a graph of its own."""
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(CaptureDecision, "why_too_large", lambda *_: None)
+    decoder, graphs = RoutedDecoder(), StepGraphs(None)
+    (weight,) = decoder.parameters()
+    copied, n_computed = torch.nn.Parameter(torch.randn(8, 4), requires_grad=False), 0
+    compute = decoder._packed_forward
+
+    def counted(*args, **options):
+        nonlocal n_computed
+        n_computed += 1
+        return compute(*args, **options)
+
+    decoder._packed_forward = counted
+    for step in range(16):
+        own, lengths = weight if step % 2 else copied, [9, 3 + step]
+        row, ids = PackedRow.of_lengths(lengths, CPU), torch.randint(0, 8, (1, sum(lengths)))
+        decoder._embedding.weight = own
+        with torch.no_grad():
+            passed = graphs.run(decoder, row, ids)
+        decoder._embedding.weight = weight
+        if passed is not None:
+            assert torch.equal(passed.hidden, own[ids] ** 2)
+        n_before = n_computed
+        trained = graphs.run(decoder, row, ids)
+        if trained is not None:
+            assert torch.equal(trained.hidden, weight[ids] ** 2)
+            trained.hidden.sum().backward()
+        with torch.no_grad():
+            weight.add_(torch.randn(8, 4))
+        assert (n_computed == n_before) or step < 6
+    assert n_computed == 6  # twice for each capture: of the steps, of both passes
+    assert passed is not None
 
 
 @pytest.mark.parametrize("arch", CAPTURED)

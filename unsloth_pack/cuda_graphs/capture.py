@@ -86,6 +86,10 @@ class StepOutput:
     def tensors(self) -> list[Tensor]:
         return [self.hidden, *(self.router_logits or ())]
 
+    def static(self) -> list[Tensor]:
+        """Return the outputs of a capture, `[tokens, ..]` each."""
+        return [alias_memory(x).view(-1, x.shape[-1]) for x in self.tensors]
+
 
 class _Replayed(torch.autograd.Function):
     """Copy the outputs of the forward graph, `[tokens, ..]`; the backward pass replays the other graph."""
@@ -159,6 +163,7 @@ class CapturedShape:
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
         self.memory = memory
+        self._passes: list[_ForwardPass] = []
         self._capture(decoder)
 
     def _capture(self, decoder: CapturableDecoder) -> None:
@@ -178,7 +183,7 @@ class CapturedShape:
         self.gradients.release_to_pool()
         # `[tokens, ..]`, the last hidden state and the router logits. Like the gradients, they are read right
         # after a replay
-        self.outputs = [alias_memory(x).view(self.row.n_tokens, -1) for x in output.tensors]
+        self.outputs = output.static()
         # Of the outputs; None for one that no parameter reaches
         self.grads = [None if grad is None else grad.view(self.row.n_tokens, -1) for grad in grads]
         # `[tokens, C]` each, of the inputs that train
@@ -186,18 +191,40 @@ class CapturedShape:
 
     def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
+        tensors = self._fill(row, inputs)
+        self.forward_graph.replay()
+        return tensors
+
+    def _fill(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(tensors, row.n_tokens)
         self.row.fill(row)
         if self.blocks is not None:
             self.blocks.fill(row)
-        self.forward_graph.replay()
         return tensors
 
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
         """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
         trained = inputs if self.inputs.leaves else ()
         hidden, *router_logits = apply(_Replayed, self, row.n_tokens, *trained, *self.parameters)
+        return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
+
+    def captures_forward(self, decoder: CapturableDecoder) -> "CapturedShape":
+        """Capture the pass that `forward` replays, for the decoder as it is now."""
+        captured = _ForwardPass(decoder, partial(self._forward, decoder), self.memory)
+        self._passes = [captured, *self._passes[: _MAX_PASSES - 1]]
+        return self
+
+    def forward(
+        self, decoder: CapturableDecoder, row: PackedRow, inputs: Tensor | Embedded
+    ) -> StepOutput | None:
+        """Replay the forward pass of a row without gradients; None if it was not captured."""
+        captured = next((each for each in self._passes if each.matches(decoder)), None)
+        if captured is None:
+            return None
+        self._fill(row, inputs)
+        captured.graph.replay()
+        hidden, *router_logits = (output[: row.n_tokens].clone() for output in captured.outputs)
         return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
 
     def _forward(self, decoder: CapturableDecoder) -> StepOutput:
@@ -288,6 +315,7 @@ class ModuleState:
         ]
 
 
+_MAX_PASSES = 3  # of a shape: as a teacher or reference, in evaluation
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # attributes of layers
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules with a dropout probability
 
@@ -311,6 +339,10 @@ class DecoderState(ModuleState):
         """True if every dropout has the same probability, and is on or off as before."""
         return self._look_at_dropouts() == self._dropouts_seen
 
+    def drops_nothing(self) -> bool:
+        """True if no dropout is on."""
+        return not any(p and is_on for p, is_on in self._look_at_dropouts())
+
     def why_not_captured(self) -> str | None:
         """Explain why no row of this step is captured, or None."""
         if not self._decoder.training:
@@ -325,6 +357,22 @@ class DecoderState(ModuleState):
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(attributes[name], attributes["training"]) for attributes, name in self._dropouts]
+
+
+class _ForwardPass:
+    """The graph of a pass without gradients, as of a teacher of the same weights, or in evaluation."""
+
+    def __init__(self, decoder: CapturableDecoder, run: Callable[[], StepOutput], memory: GraphMemory):
+        self._state = DecoderState(decoder)
+        self.graph = torch.cuda.CUDAGraph()
+        with memory.warming_up():
+            run()
+        with memory.capturing(self.graph):
+            self.outputs = run().static()
+
+    def matches(self, decoder: CapturableDecoder) -> bool:
+        """True if the decoder is as it was when the pass was captured."""
+        return self._state.matches(decoder) and self._state.dropout_matches()
 
 
 def _alike(value: object) -> object:

@@ -9,6 +9,9 @@ A shape is the number of tokens, the number of documents and the length of the l
 row is padded with a document that no gradient reaches, `cu_seqlens` with empty documents. A capture takes as
 long as several steps, so a shape is wide enough for all rows seen so far, and wider if that costs nothing. An
 uncaptured step runs as usual, and `StepGraphs.why_not` says why.
+
+Once steps of a shape are captured, so are passes without gradients over its rows: those of a teacher or
+reference of the same weights, and of an evaluation.
 """
 
 from collections import Counter, defaultdict
@@ -113,9 +116,11 @@ class StepGraphs(GraphCache):
     ) -> StepOutput | None:
         """Replay or capture a row of token ids `[B, T]` or embeddings; None if it runs uncaptured."""
         self._on_trial = None
-        if self.why_never is not None or not torch.is_grad_enabled():
+        if self.why_never is not None:
             return None
         own = ShapeBucket.of(row, router_logits, EmbeddedShape.of(inputs))
+        if not torch.is_grad_enabled():
+            return self._run_forward(decoder, row, inputs, own)
         # Spares the look at the decoder if no graphs are needed
         if decoder.training and not self._graphs and self._needs_no_graphs(own):
             self._on_trial = own
@@ -140,6 +145,25 @@ class StepGraphs(GraphCache):
             with self._trials[own.embedded].replay(bucket.tokens, row.device):
                 tensors = captured.launch(row, inputs)
             return captured.output(row, tensors)
+
+    def _run_forward(
+        self, decoder: CapturableDecoder, row: PackedRow, inputs: Tensor | Embedded, own: ShapeBucket
+    ) -> StepOutput | None:
+        """Replay a pass without gradients, if steps of its shape are captured: of a teacher or reference.
+
+        The first of a decoder in another state, such as without its adapter, is captured.
+        """
+        nearest, state = self._nearest(row, own), self._state
+        if nearest is None or nearest.tokens > WASTE_ALLOWED * own.tokens or self._memory.is_awaited:
+            return None
+        captured = self._graphs[nearest]
+        with _device_of(inputs):
+            output = captured.forward(decoder, row, inputs)
+            if output is not None or state is None or state.has_hooks or not state.drops_nothing():
+                return output
+            if not self._try(nearest, partial(captured.captures_forward, decoder), row.device):
+                return None
+            return captured.forward(decoder, row, inputs)
 
     def _why_not_row(self, row: PackedRow, embedded: EmbeddedShape | None, state: DecoderState) -> str | None:
         """Explain why this row of a step is not captured, or None."""
