@@ -158,8 +158,8 @@ def should_store(rank: int) -> bool:
 
 
 def _part(low_rank: LowRank | None, like: Tensor) -> _Part:
-    """Describe a low-rank part; None becomes rank 0, whose tensors are never read."""
-    if low_rank is None:
+    """Describe a low-rank part; without one, or with rank 0, its tensors are never read."""
+    if low_rank is None or not low_rank.left.shape[1]:
         return _Part(like, like, 0.0, 0, 0, 0, 0)
     left, right, scale = low_rank
     left = left if left.stride(1) == 1 else left.contiguous()

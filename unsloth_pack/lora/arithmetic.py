@@ -112,41 +112,15 @@ def forward(
 def forward_base(
     x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """Compute `through_weights`, and h; the caller adds the low-rank parts."""
-    return through_weights(x_NI, layers), project_to_ranks(x_NI, a_RI, layers, first_row)
-
-
-def through_weights(x_NI: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-    """Compute x W_pᵀ + b_p of every layer."""
+    """Compute x W_pᵀ + b_p of every layer, and h; the caller adds the low-rank parts."""
     x_fp8 = _quantise_input(layers, x_NI)
-    return [
-        _forward_fp8(x_fp8, p, x_NI.new_empty(x_NI.shape[0], len(p.weight.values)))
+    outputs = [
+        _forward_fp8(x_fp8, p, x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]))
         if isinstance(p.weight, Fp8Rows)
         else F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias)
         for p in layers
     ]
-
-
-def forward_frozen(
-    x_NI: Tensor, layers: Sequence[Layer], into: Sequence[Tensor] | None = None
-) -> Sequence[Tensor]:
-    """Compute x W_pᵀ + b_p by the wide GEMMs of `forward`: bit for bit its outputs where B is 0."""
-    outputs = into or [x_NI.new_empty(x_NI.shape[0], count_outputs(p.weight)) for p in layers]
-    x_fp8 = _quantise_input(layers, x_NI)
-    for y_NO, p in zip(outputs, layers, strict=True):
-        if isinstance(p.weight, Fp8Rows):
-            _forward_fp8(x_fp8, p, y_NO)
-            continue
-        y_NO.zero_() if p.bias is None else y_NO.copy_(p.bias)
-        y_NO.addmm_(x_NI, _dense(p.weight, x_NI.dtype).t())
-    return outputs
-
-
-def count_outputs(weight: Weight) -> int:
-    """Return O of a weight `[O, I]`."""
-    if isinstance(weight, Nf4Weight):
-        return int(weight.state.shape[0])
-    return len(weight.values) if isinstance(weight, Fp8Rows) else len(weight)
+    return outputs, project_to_ranks(x_NI, a_RI, layers, first_row)
 
 
 def project_to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:

@@ -126,14 +126,9 @@ class FastLoraLinear(PeftLinear):
         adapter = self.active_adapters[0]
         weight, dropout = self._frozen_weight(), self.lora_dropout[adapter]
         p: float = getattr(dropout, "p", 0.0)
-        if not (dropout.training and p):
+        if self.disable_adapters or not (dropout.training and p):
             return arithmetic.Layer(weight, self.scaling[adapter])
         return arithmetic.Layer(weight, self.scaling[adapter], p, draw_seed(self.base_layer.weight.device))
-
-    def without_adapter(self, dtype: torch.dtype) -> arithmetic.Layer:
-        """Return the base layer with its bias in `dtype`."""
-        bias: Tensor | None = self.base_layer.bias
-        return arithmetic.Layer(self._frozen_weight(), 0.0, bias=None if bias is None else bias.to(dtype))
 
     def _frozen_weight(self) -> arithmetic.Weight:
         base = self.base_layer
@@ -144,14 +139,16 @@ class FastLoraLinear(PeftLinear):
         return base.weight.detach()
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the bias (the base's, the adapter's or their sum) or None, A and B."""
+        """Return the bias (base, adapter or their sum) or None, A and B: of rank 0 if adapters are off."""
         adapter = self.active_adapters[0]
-        lora_b = self.lora_B[adapter]
+        lora_a, lora_b = self.lora_A[adapter], self.lora_B[adapter]
         bias: Tensor | None = self.base_layer.bias
+        if self.disable_adapters:
+            return bias, lora_a.weight[:0], lora_b.weight[:, :0]
         if lora_b.bias is not None:
             own_bias = self.scaling[adapter] * lora_b.bias
             bias = own_bias if bias is None else bias + own_bias
-        return bias, self.lora_A[adapter].weight, lora_b.weight
+        return bias, lora_a.weight, lora_b.weight
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -172,8 +169,7 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def can_run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """True if all layers can be one autograd node over x."""
-    are_fused = all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
-    return are_fused and len({p.disable_adapters for p in layers}) == 1
+    return all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
 
 
 def why_not_fused(layer: PeftLinear) -> str | None:
@@ -227,10 +223,6 @@ def _identity(x: Tensor) -> Tensor:
 
 def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     x, recipe = cast_input(x)
-    if layers[0].disable_adapters:
-        frozen = [layer.without_adapter(x.dtype) for layer in layers]
-        outputs = arithmetic.forward_frozen(x.reshape(-1, x.shape[-1]), frozen)
-        return [arithmetic.reshape_output(y_NO, x.shape) for y_NO in outputs]
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     return list(apply(_LoraLinears, x, recipe, [layer.frozen() for layer in layers], *tensors))
 

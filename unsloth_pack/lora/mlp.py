@@ -40,8 +40,6 @@ def gated_mlp(
     """
     x, recipe = cast_input(x)
     layers = [*inner, down]
-    if down.disable_adapters:
-        return _frozen_mlp(x, [layer.without_adapter(x.dtype) for layer in layers], activation, keep)
     frozen = [layer.frozen() for layer in layers]
     plan = _Plan(activation, frozen, recipe.compute, recipe.is_fresh, len(recipe.inputs), keep)
     if torch.is_grad_enabled() and x.requires_grad and not keep:
@@ -162,21 +160,6 @@ class _GatedMLP(torch.autograd.Function):
             del inside, grads  # as above
         grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
         return grad_x, None, None, *arithmetic.cast_in_one_launch(sums, ctx.dtypes)
-
-
-def _frozen_mlp(x: Tensor, frozen: Sequence[arithmetic.Layer], activation: str, keep: bool) -> Tensor:
-    """Run the MLP without its adapters and without gradients, by the wide GEMMs of `_GatedMLP`."""
-    x_NI = x.reshape(-1, x.shape[-1])
-    *inner, down = arithmetic.dequantise(frozen, x.dtype)
-    y_NO = x_NI.new_empty(len(x_NI), arithmetic.count_outputs(down.weight))
-    n_features = sum(arithmetic.count_outputs(p.weight) for p in inner) // 2
-    whole = arithmetic.through_weights(x_NI, inner) if keep else None
-    for tile in _tiles(len(x_NI), n_features, keep):
-        outputs = arithmetic.through_weights(x_NI[tile], inner) if whole is None else [y[tile] for y in whole]
-        gate, up = map(LoraOutput, gate_and_up(outputs))
-        arithmetic.forward_frozen(gated_lora_(gate, up, activation, False), [down], into=[y_NO[tile]])
-        del outputs, gate, up  # before those of the next tile are allocated
-    return arithmetic.reshape_output(y_NO, x.shape)
 
 
 def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
