@@ -191,7 +191,7 @@ def watch(parts: Parts, model: Any) -> None:
     from unsloth_pack.packed_row.row import PackedRow
 
     for owner, name, part in (
-        (causal_lm, "row_from_call", "describe the row"),
+        (causal_lm, "take_row", "describe the row"),
         (causal_lm, "StepLabels", "labels checked and masked"),
         (causal_lm, "LabelledHead", "labels counted"),
         (DecoderState, "matches", "is the decoder as captured"),

@@ -30,6 +30,12 @@ def test_the_row_is_that_which_the_tensors_describe(lengths):
     assert set(batch) == {"input_ids", "labels", "position_ids", "packed_row"}
 
 
+def test_padding_behind_a_row_is_no_document():
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=16)
+    row = RowCollator(collate)([example(), example([4, 2])])["packed_row"]
+    assert (row.lengths, row.is_padding) == ((*LENGTHS, 4, 2, 8), (False,) * 6 + (True,))
+
+
 def test_a_row_comes_from_another_process():
     """What was built of it stays behind: tensors of a device do not belong in a pipe."""
     row = RowCollator(row_collator())([example()])["packed_row"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tables import table
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.forward_call import check_labels, refuse_counted_labels
-from unsloth_pack.packed_row.describe import describe_row, row_from_call
+from unsloth_pack.layers.forward_call import check_labels, refuse_counted_labels, take_row
+from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_all_descriptions_mean_the_same_row(lengths):
 def test_a_keyword_that_is_nearly_one_of_a_row_is_refused():
     inputs = {"input_ids": torch.zeros(1, 5, dtype=torch.int64), "attention_mask": None}
     with pytest.raises(InputError, match="packed_seq_length is no argument of the model; do you mean"):
-        row_from_call(inputs, {"packed_seq_length": [5]}, True)
+        take_row(inputs, {"packed_seq_length": [5]}, True)
 
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):

@@ -20,6 +20,7 @@ from unsloth_pack.layers.forward_call import (
     StepLabels,
     name_images,
     read_trl_head,
+    take_row,
 )
 from unsloth_pack.layers.kernel_warmup import compile_kernels
 from unsloth_pack.losses.head import (
@@ -38,7 +39,6 @@ from unsloth_pack.losses.head import (
 from unsloth_pack.losses.prepared import PreparedLoss, StepInputs
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import CountedParameters, no_compile
-from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 
 
@@ -100,9 +100,7 @@ class FastCausalLM(CountedParameters):
         inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
-        described = row_from_call(inputs, kwargs, partial(self._find_batch, inputs, labels, kwargs))
-        for name in (*ROW_KEYWORDS, "packed_row"):
-            kwargs.pop(name, None)
+        described = take_row(inputs, kwargs, partial(self._find_batch, inputs, labels, kwargs))
         call = ForwardCall(described, inputs, kwargs)
         if self.is_wrapper and described is not None:
             self._take_images(call)

@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from unsloth_pack.cuda_graphs.shapes import Embedded
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
+from unsloth_pack.layers.forward_call import take_row
 from unsloth_pack.layers.layer import GateAndUpPlan
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mixers.cross_layer_kv import SharedKeysAndValues
@@ -27,11 +28,7 @@ from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.losses.head import LOSS_KEYWORDS
 from unsloth_pack.models.spec import DEEPSTACK, ArchSpec
 from unsloth_pack.modules import no_compile
-from unsloth_pack.packed_row.describe import (
-    ROW_KEYWORDS,
-    refuse_document_ids,
-    row_from_call,
-)
+from unsloth_pack.packed_row.describe import refuse_document_ids
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 
@@ -57,7 +54,6 @@ def add_visual(hidden_BTC: Tensor, row: PackedRow, features_VC: Tensor) -> Tenso
 
 
 logger = logging.getLogger("unsloth_pack")
-_NOT_FOR_LAYERS = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))
 # With checkpointing the backward pass runs all the same, and a trainer would not notice
 _NOTHING_TRAINS = (
     "no weight of the decoder is trained; put an adapter on the model with FastLanguageModel.get_peft_model, "
@@ -110,9 +106,9 @@ class FastDecoder(nn.Module):
             inputs: dict[str, Any] = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **caching}
             inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
             unpad = partial(self.unpadding.find_batch, self, inputs)
-            kwargs["packed_row"] = row_from_call(inputs, kwargs, unpad)
+            kwargs["packed_row"] = take_row(inputs, kwargs, unpad)
         row = kwargs.pop("packed_row")
-        kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_LAYERS}
+        kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_KEYWORDS}
         batch = row if isinstance(row, PaddedBatch) else None
         if batch is not None:
             row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)

@@ -1,4 +1,4 @@
-"""Let every call enter a patched causal language model at one place; check and mask the call's labels.
+"""Let every call enter a patched causal language model at one place; take its row, check and mask its labels.
 
 Trainers replace `model.forward` on the instance, which would hide a method of the class. So `forward` is a
 data descriptor, which Python looks up before the instance's attributes:
@@ -23,6 +23,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from torch.nn import functional as F
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.losses.head import TrlHead, count_head_outputs, has_own_loss
+from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_call
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
@@ -49,6 +51,8 @@ _MAY_BE_COUNTED = (
 # Where a model stores the forward set around this one, and the request of a trainer of TRL's
 _WRAPPER, _TRL_HEAD = "unsloth_pack_wrapper", "unsloth_pack_trl_head"
 SLOT_ATTRIBUTES = (_WRAPPER, _TRL_HEAD)
+_SYNONYMS = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
+_SIMILARITY = 0.75  # of difflib, from 0 to 1
 _IMAGE_KEYWORDS = (
     *("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs"),
     "image_hidden_states",  # of transformers below 5.20
@@ -128,6 +132,58 @@ def drop_wrapped_forward(model: nn.Module, enter: Callable[..., object]) -> None
 def read_trl_head(model: nn.Module) -> TrlHead | None:
     """Return the request of a trainer of TRL's, or None."""
     return vars(model).get(_TRL_HEAD)
+
+
+@cache
+def find_closest_keyword(name: str) -> str | None:
+    """Return the row keyword that `name` seems to stand for, or None.
+
+    transformers ignores unknown keywords, so a misspelt one would turn the row into one document.
+    """
+    if name in ROW_KEYWORDS:
+        return None
+    return _SYNONYMS.get(name) or next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _SIMILARITY)), None)
+
+
+def take_row(
+    inputs: Mapping[str, Any],
+    kwargs: dict[str, Any],
+    unpad: Callable[[PaddedBatch | None], PaddedBatch | None],
+) -> PackedRow | PaddedBatch | None:
+    """Take the packed row out of a model call; None for an ordinary batch that keeps its padding.
+
+    A trainer that knows the row or the padded batch beforehand passes it as `packed_row`.
+
+    Args:
+        inputs: the decoder's named arguments.
+        kwargs: the call's others, of which `packed_row` and `ROW_KEYWORDS` are taken.
+        unpad: returns the `PaddedBatch` of an ordinary batch that is to lose its padding, perhaps known.
+
+    Raises:
+        InputError: as `describe_call`; input ids that are not `[B, T]`; a keyword that is nearly one of
+            `ROW_KEYWORDS`.
+    """
+    for name in kwargs:
+        if (keyword := find_closest_keyword(name)) is not None:
+            raise InputError(f"{name} is no argument of the model; do you mean {keyword}?")
+    known = kwargs.pop("packed_row", None)
+    descriptions = {name: x for name in ROW_KEYWORDS if (x := kwargs.pop(name, None)) is not None}
+    ids = inputs["input_ids"]
+    if ids is not None and getattr(ids, "ndim", 0) != 2:
+        actual = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"input_ids is {actual}; give a tensor [B, T], of a packed row [1, T]")
+    tokens = inputs["inputs_embeds"] if ids is None else ids
+    if tokens is None:
+        return None
+    if known is not None and known.shape != tokens.shape[:2]:
+        problem = (
+            f"packed_row describes {list(known.shape)} tokens, the input ids are {list(tokens.shape[:2])}"
+        )
+        raise InputError(f"{problem}; give their own")
+    if isinstance(known, PackedRow):
+        return known.on(tokens.device)
+    batch = None if descriptions else unpad(known)
+    return describe_call(inputs, descriptions, tokens) if batch is None else batch
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from transformers.utils import can_return_tuple
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.layers.forward_call import take_row
 from unsloth_pack.modules import no_compile
-from unsloth_pack.packed_row.describe import ROW_KEYWORDS, row_from_call
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 
@@ -70,8 +70,8 @@ class FastSequenceClassification(nn.Module):
         inputs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         inputs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         decoder = self.get_decoder()
-        row = row_from_call(inputs, kwargs, partial(decoder.unpadding.find_batch, decoder, inputs))
-        kwargs = {name: x for name, x in kwargs.items() if name not in ROW_KEYWORDS} | {"packed_row": row}
+        row = take_row(inputs, kwargs, partial(decoder.unpadding.find_batch, decoder, inputs))
+        kwargs["packed_row"] = row
         pad_token_id = self.config.get_text_config().pad_token_id
         if not isinstance(row, PackedRow):
             if (

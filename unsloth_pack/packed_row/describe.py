@@ -1,4 +1,4 @@
-"""Read the one `PackedRow` of a step from a model call.
+"""Read the one `PackedRow` of a step from what a model call says of it.
 
 These describe the same row. Each is read as one list of document lengths a row, in one transfer from the
 device:
@@ -13,15 +13,12 @@ device:
 `parents` may come with `packed_seq_lengths`: for each document the one that it continues, by its number in
 the row, or -1. Documents that continue one follow it directly.
 
-Two that disagree are an error, on every step. A trainer that knows the row beforehand passes it as
-`packed_row`, and nothing is read from the device.
+Two that disagree are an error, on every step.
 """
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +27,6 @@ from torch import Tensor
 from transformers.utils import is_tracing
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow, count_tokens_above, find_misplaced
 
 # What a model call may carry beside position_ids and attention_mask
@@ -42,60 +38,28 @@ _PER_TOKEN = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # how it gr
 # The first of these that a call has says where the padding is
 _DESCRIPTIONS = (*_LENGTH_KEYWORDS, *_RUNNING_SUMS, "seq_idx", "position_ids")
 LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
-_SYNONYMS = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
-_SIMILARITY = 0.75  # of difflib, from 0 to 1
-
-Unpad = Callable[[PaddedBatch | None], PaddedBatch | None]
 
 
-@lru_cache
-def find_closest_keyword(name: str) -> str | None:
-    """Return the row keyword that `name` seems to stand for, or None.
-
-    transformers ignores unknown keywords, so a misspelt one would turn the row into one document.
-    """
-    if name in ROW_KEYWORDS:
-        return None
-    return _SYNONYMS.get(name) or next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _SIMILARITY)), None)
-
-
-def row_from_call(
-    inputs: Mapping[str, Any], kwargs: Mapping[str, Any], unpad: Unpad
-) -> PackedRow | PaddedBatch | None:
-    """Return the packed row of a model call, or None for an ordinary batch that keeps its padding.
+def describe_call(
+    inputs: Mapping[str, Any], descriptions: Mapping[str, object], tokens: Tensor
+) -> PackedRow | None:
+    """Return the packed row of a model call, or None for an ordinary batch.
 
     Args:
-        inputs: the decoder's named arguments.
-        kwargs: the call's others: `packed_row` (a row, or an ordinary batch), or those of `ROW_KEYWORDS`.
-        unpad: returns the `PaddedBatch` of an ordinary batch that is to lose its padding, perhaps known.
+        inputs: the decoder's named arguments; positions alone may describe a row.
+        descriptions: the call's arguments of `ROW_KEYWORDS` that are not None.
+        tokens: its ids `[B, T]` or embeddings `[B, T, C]`.
 
     Raises:
-        InputError: as `describe_row`; documents that continue a cache; input ids that are not `[B, T]`; a
-            keyword that is nearly one of `ROW_KEYWORDS`.
+        InputError: as `describe_row`; documents that continue a cache.
     """
-    for name in kwargs:
-        if (keyword := find_closest_keyword(name)) is not None:
-            raise InputError(f"{name} is no argument of the model; do you mean {keyword}?")
-    input_ids, cache = inputs["input_ids"], inputs["past_key_values"]
-    if input_ids is not None and getattr(input_ids, "ndim", 0) != 2:
-        actual = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise InputError(f"input_ids is {actual}; give a tensor [B, T], of a packed row [1, T]")
-    tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
-    if tokens is None:
-        return None
-    shape = (tokens.shape[0], tokens.shape[1])
-    known = kwargs.get("packed_row")
-    if known is not None and known.shape != shape:
-        problem = f"packed_row describes {list(known.shape)} tokens, the input ids are {list(shape)}"
-        raise InputError(f"{problem}; give their own")
-    if isinstance(known, PackedRow):
-        return known.on(tokens.device)
+    shape, mask, cache = (
+        (tokens.shape[0], tokens.shape[1]),
+        inputs["attention_mask"],
+        inputs["past_key_values"],
+    )
     positions, axes = _split_axes(inputs["position_ids"], shape)
-    descriptions = {name: kwargs[name] for name in ROW_KEYWORDS if kwargs.get(name) is not None}
-    mask = inputs["attention_mask"]
     if not descriptions:
-        if (batch := unpad(known)) is not None:
-            return batch
         # Positions on three axes describe no row by themselves: those of an image repeat
         if positions is None or shape[1] == 1 or getattr(positions, "ndim", 0) > 2:
             return None

@@ -53,14 +53,17 @@ class RowCollator:
     def __init__(self, collate: Collate):
         self.collate = collate
 
-    def __call__(self, examples: list[object]) -> dict[str, Any]:
+    def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Any]:
         batch = dict(self.collate(examples))
-        if "position_ids" not in batch:
+        if "attention_mask" in batch:
             return batch | _describe_padding(batch)
-        shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
-        description = {name: batch.pop(name) for name in ROW_KEYWORDS if name in batch}
-        row = describe_row(shape, _CPU, position_ids=batch["position_ids"], **description)
-        return batch | {"packed_row": row or PackedRow.of_lengths((shape[1],), _CPU)}
+        for name in ROW_KEYWORDS:
+            batch.pop(name, None)
+        lengths = tuple(n for row in examples for n in row.get(_COLUMN, [len(row["input_ids"])]) if n)
+        n_tokens = batch["input_ids"].shape[1]
+        if sum(lengths) == n_tokens:
+            return batch | {"packed_row": PackedRow.of_lengths(lengths, _CPU)}
+        return batch | {"packed_row": describe_row((1, n_tokens), _CPU, packed_seq_lengths=lengths)}
 
 
 def _describe_padding(batch: Mapping[str, Any]) -> dict[str, PaddedBatch]:
