@@ -7,17 +7,3 @@ from unsloth_pack.config.load import load, read_record, telling_places
 from unsloth_pack.config.options import OPTIONS, SECTIONS, TrainOptions, changed, flat
 from unsloth_pack.config.parser import Parser, train_parser
 from unsloth_pack.config.schema import json_schema
-
-__all__ = [
-    "OPTIONS",
-    "SECTIONS",
-    "Parser",
-    "TrainOptions",
-    "changed",
-    "flat",
-    "json_schema",
-    "load",
-    "read_record",
-    "telling_places",
-    "train_parser",
-]

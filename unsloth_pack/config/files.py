@@ -88,10 +88,11 @@ class _File(Source):
         self.mistakes.append(((self._name, line), mistake))
 
     def _read_options(self, node: Node, section: str = "") -> None:
-        groups = () if section else (*SECTIONS, *other_trainers().sections)
+        _, instead, their_sections = other_trainers()
+        groups = () if section else (*SECTIONS, *their_sections)
         for name, line, inner in self._parts(node):
             is_mapping = isinstance(inner, MappingNode)
-            if name in _NAMES and f"{section}.{name}" not in other_trainers().instead:
+            if name in _NAMES and f"{section}.{name}" not in instead:
                 self._read_option(name, line, inner, section)
             elif name in groups and is_mapping:
                 self._read_options(inner, name)

@@ -4,27 +4,20 @@ import difflib
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
 
 import yaml
 
 
-class OtherTrainers(NamedTuple):
-    """Names of other trainers: our name or the remedy by their name, and their sections."""
-
-    same: dict[str, str]
-    instead: dict[str, str]
-    sections: list[str]
-
-
 @cache
-def other_trainers() -> OtherTrainers:
-    """The names in `other_trainers.yaml`."""
+def other_trainers() -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Names of other trainers: our name or the remedy by their name, and their sections."""
     file = files("unsloth_pack") / "config" / "other_trainers.yaml"
     tables = yaml.safe_load(file.read_text(encoding="utf-8"))
-    sections = tables.pop("sections").split()
-    by_name = {t: {name: key for key, names in tables[t].items() for name in names.split()} for t in tables}
-    return OtherTrainers(**by_name, sections=sections)
+    same, instead = (
+        {name: key for key, names in tables[table].items() for name in names.split()}
+        for table in ("same", "instead")
+    )
+    return same, instead, tables["sections"].split()
 
 
 def suggest(name: str, known: Collection[str], spell: Callable[[str], str] = str) -> str:

@@ -237,11 +237,7 @@ class Option(NamedTuple):
     shown_default: str
     types: list[Any]  # plain types, and the words that a value may be
     bare: str | None  # the value of a flag without one
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether one flag holds several values, so that a second flag would drop the first."""
-        return list in self.types or dict in self.types
+    takes_several: bool  # one flag holds several values, so that a second flag would drop the first
 
 
 def _types(annotation: object) -> list[Any]:
@@ -261,7 +257,8 @@ def _option(section: str, name: str, field: FieldInfo) -> Option:
     shown = text["default"] if default is None else plain.lower() if bool in types else plain
     names = [name, *(alias for alias, its_name in ALIASES.items() if its_name == name)]
     unit, bare = text.get("unit", "|".join(words)), text.get("bare", "true" if bool in types else None)
-    return Option(section, names, unit, text["help"], default, shown, types, bare)
+    several = list in types or dict in types
+    return Option(section, names, unit, text["help"], default, shown, types, bare, several)
 
 
 SECTIONS: dict[str, type[Section]] = {n: type(each) for n, each in TrainOptions()}

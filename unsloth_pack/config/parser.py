@@ -73,10 +73,9 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Read the flags that are there, by name, without those that restore a default."""
         values = self.read(arguments)
-        own = {name: value for name, value in values.items() if name not in self._options}
         options, errors = validated({name: value for name, value in values.items() if name in self._options})
         raise_together(InputError(text) for _, text in errors)
-        return own | options.given
+        return {name: value for name, value in values.items() if name not in self._options} | options.given
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""

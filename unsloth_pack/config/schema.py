@@ -42,7 +42,6 @@ def _option(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    inner = schema.get("anyOf") or schema.get("oneOf")
-    if inner:
+    if inner := schema.get("anyOf") or schema.get("oneOf"):
         return [kind for each in inner for kind in _kinds(each)]
     return [{key: value for key, value in schema.items() if key not in ("title", "description", "default")}]
