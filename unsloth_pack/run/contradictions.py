@@ -55,6 +55,7 @@ _NEEDS = {
 # Options of some objectives alone
 _OF_OBJECTIVES = {
     **dict.fromkeys(DistillOptions.model_fields, ("distill",)),
+    **dict.fromkeys(RolloutOptions.model_fields, ("rollouts",)),
     "beta": PREFERENCES,
     **dict.fromkeys(("loss_type", "label_smoothing"), ("dpo",)),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
@@ -154,9 +155,6 @@ def _of_distillation(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_rollouts(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
     if v.objective != "rollouts":
-        for name in RolloutOptions.model_fields:
-            if getattr(v, name) != OPTIONS[name].default:
-                yield f"{_said(v, name, 'objective')}; give --objective rollouts, or leave it out"
         return
     if v.rollout_function is None:
         yield "objective is 'rollouts', which needs another option; give --rollout_function FILE.py:NAME"

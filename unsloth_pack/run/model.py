@@ -114,16 +114,9 @@ def build_model(
         LeakFound: documents of a packed row reach each other.
     """
     with _removed_if_refused(folder), loaded_whole(config):
-        loaded = load_run_model(
-            model,
-            adapter,
-            images if has_images else None,
-            new_tokens,
-            labels=labels,
-            checkpointing=training.use_gradient_checkpointing,
-            folder=folder,
-            is_resumed=is_resumed,
-        )
+        loaded = _load_base(model, adapter, labels, folder, is_resumed)
+        checkpointing = training.use_gradient_checkpointing
+        loaded = _adapt(loaded, adapter, images if has_images else None, new_tokens, checkpointing)
         check_rates(loaded, rates_of(training, images))
         if training.masters_on_host:
             check_host_memory(loaded)
@@ -136,45 +129,46 @@ def build_model(
     return loaded
 
 
-def load_run_model(
-    model: ModelOptions,
-    adapter: AdapterOptions,
-    images: ImageOptions | None = None,
-    new_tokens: Mapping[int, list[int]] | None = None,
-    *,
-    labels: Labels | None = None,
-    checkpointing: Recompute = False,
-    folder: Path = Path(),
-    is_resumed: bool = False,
+def _load_base(
+    model: ModelOptions, adapter: AdapterOptions, labels: Labels | None, folder: Path, is_resumed: bool
 ) -> Any:
-    """Load the model, ready to train. A base with a merged adapter lies in the run's folder."""
-    is_full, goes_on = adapter.tuning == "full", adapter.init_adapter and not adapter.merge_init_adapter
-    loading = {**flat(model), "full_finetuning": is_full, "random_state": adapter.random_state}
+    """Load the patched model, with the adapter that trains if there is one already."""
+    loading = {**flat(model), "full_finetuning": adapter.tuning == "full"}
+    loading["random_state"] = adapter.random_state
     if labels is not None:
         loading |= {"num_labels": len(labels.names), "id2label": dict(enumerate(labels.names))}
         loading["label2id"] = {name: number for number, name in enumerate(labels.names)}
-    loaded: Any
     if adapter.merge_init_adapter:
-        loaded = _load_merged_base(model, adapter, folder, is_resumed, **loading)
-    else:
-        name = adapter.init_adapter if goes_on else model.model_name
-        loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": name})
+        return _load_merged_base(model, adapter, folder, is_resumed, **loading)
+    loading["model_name"] = adapter.init_adapter or model.model_name
+    return FastLanguageModel.from_pretrained(**loading)[0]
+
+
+def _adapt(
+    model: Any,
+    adapter: AdapterOptions,
+    images: ImageOptions | None,
+    new_tokens: Mapping[int, list[int]],
+    checkpointing: Recompute,
+) -> Any:
+    """Add new tokens, put an adapter on the model where it needs one, and freeze what does not train."""
+    begun_with = None if adapter.merge_init_adapter else adapter.init_adapter
     if new_tokens:
-        add_to_model(loaded, new_tokens)
-    if is_full:
-        train_only(loaded, adapter.train_modules, adapter.freeze_modules)
-    if images is not None and (is_full or goes_on):
-        freeze_parts(loaded, images, adapter.init_adapter if goes_on else None)
-    if is_full or goes_on:
-        enable_checkpointing(loaded, checkpointing)
-        return loaded.train()
-    arguments = adapter_arguments(loaded, adapter)
+        add_to_model(model, new_tokens)
+    if adapter.tuning == "full":
+        train_only(model, adapter.train_modules, adapter.freeze_modules)
+    if adapter.tuning == "full" or begun_with is not None:
+        if images is not None:
+            freeze_parts(model, images, begun_with)
+        enable_checkpointing(model, checkpointing)
+        return model.train()
+    arguments = adapter_arguments(model, adapter)
     if images is not None:
-        arguments = with_parts(loaded, arguments, images)
+        arguments = with_parts(model, arguments, images)
     if new_tokens:
-        arguments["trainable_token_indices"] = _with_new_tokens(loaded, arguments, [*new_tokens])
+        arguments["trainable_token_indices"] = _with_new_tokens(model, arguments, [*new_tokens])
     arguments["adapter_on_head"] = True
-    return FastLanguageModel.get_peft_model(loaded, **arguments, use_gradient_checkpointing=checkpointing)
+    return FastLanguageModel.get_peft_model(model, **arguments, use_gradient_checkpointing=checkpointing)
 
 
 def _with_new_tokens(
