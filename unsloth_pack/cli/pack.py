@@ -14,7 +14,7 @@ from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
     check_sources,
-    image_options,
+    options_of,
     read_documents,
 )
 from unsloth_pack.run.machine import check_new_folder
@@ -88,7 +88,7 @@ def write(flags: Mapping[str, Any], command: str, teacher: PackedTeacher | None 
     if as_json:
         LastingConsole().show_json({**asdict(manifest), "data_sets": [*map(asdict, mixture.parts)]})
     else:
-        folder = image_options(flags).image_folder if wants_paths else None
+        folder = options_of(flags).images.image_folder if wants_paths else None
         print_packs(LastingConsole(), manifest, str(out), mixture.parts, folder, adapter is not None)
     return 0
 

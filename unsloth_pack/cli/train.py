@@ -12,12 +12,7 @@ from unsloth_pack.checkpoints.atomic import claimed
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
 from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS, quieten
-from unsloth_pack.cli.run_errors import (
-    check_end,
-    check_learned,
-    explained,
-    say_how_to_resume,
-)
+from unsloth_pack.cli.run_errors import check_end, check_learned, explained, say_how_to_resume
 from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.config.options import OutputOptions
 from unsloth_pack.forked import children_end_with_this_process
@@ -38,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unsloth_pack.report.callbacks import MetricsFile
-    from unsloth_pack.run.data import TrainingData
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -130,7 +124,12 @@ def _run(o: TrainOptions) -> int:
     check_learned(trainer)
     with explained(folder):
         summary, ledger = report.summarise()
-        _save(model, trainer, data, o.output, o.adapter.tuning == "full", o.model.dtype)
+        weights, is_main = trainer.trained_weights() if trainer.is_sharded else None, is_main_process()
+        if is_main:
+            _save_adapter(model, folder, data.saved_with_model, o.adapter.tuning == "full", weights)
+        _end_together()
+        if is_main:
+            _save_merged_and_plot(model, trainer, data.saved_with_model, o.output, o.model.dtype)
         path = folder / ADAPTER_CONFIG
         if path.is_file() and (note := note_on_vllm(json.loads(path.read_text(encoding="utf-8")))):
             console.print(note, soft_wrap=True, markup=False)
@@ -168,23 +167,6 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
     return metrics
 
 
-def _save(
-    model: Any,
-    trainer: "RunTrainer",
-    data: "TrainingData",
-    output: OutputOptions,
-    is_full: bool,
-    dtype: str | None,
-) -> None:
-    """Save the adapter, let the other processes go, then save what may take long."""
-    weights = trainer.trained_weights() if trainer.is_sharded else None
-    if is_main_process():
-        _save_adapter(model, output.folder, data.saved_with_model, is_full, weights)
-    _end_together()
-    if is_main_process():
-        _save_merged_and_plot(model, trainer, data, output, dtype)
-
-
 def _save_adapter(
     model: Any, folder: Path, beside: Any, is_full: bool, weights: dict[str, "Tensor"] | None
 ) -> None:
@@ -197,7 +179,7 @@ def _save_adapter(
 
 
 def _save_merged_and_plot(
-    model: Any, trainer: "RunTrainer", data: "TrainingData", output: OutputOptions, dtype: str | None
+    model: Any, trainer: "RunTrainer", beside: Any, output: OutputOptions, dtype: str | None
 ) -> None:
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.html import plot_loss
@@ -209,7 +191,6 @@ def _save_merged_and_plot(
                 model, _ = FastLanguageModel.from_pretrained(
                     str(output.folder), max_seq_length=1, dtype=dtype, device_map={"": "cpu"}
                 )
-        beside = data.saved_with_model
         model.save_pretrained_merged(output.save_path, beside, save_method=output.save_method)
     plot_loss(trainer.state.log_history, output.folder / "loss.png")
 

@@ -1,11 +1,10 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.checkpoints.names import check_model_there
-from unsloth_pack.config import Parser, TrainOptions, changed
-from unsloth_pack.config.options import DataOptions, ImageOptions
+from unsloth_pack.config import OPTIONS, Parser, TrainOptions, changed
 from unsloth_pack.errors import InputError, errors_of, raise_together
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.resolve import training_sets
@@ -32,18 +31,10 @@ def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
         parser.add_option(name)
 
 
-def data_options(given: Mapping[str, object]) -> DataOptions:
-    """The options of the data among the flags."""
-    return _options(given, (*_NAMES, "num_proc")).data
-
-
-def image_options(given: Mapping[str, object]) -> ImageOptions:
-    """The options of images among the flags."""
-    return _options(given, _OF_IMAGES).images
-
-
-def _options(given: Mapping[str, object], names: tuple[str, ...]) -> TrainOptions:
-    options = changed(TrainOptions(), {name: given[name] for name in names if name in given})
+def options_of(given: Mapping[str, object]) -> TrainOptions:
+    """The options of data and images among the flags; all others have their defaults."""
+    names = (n for n in given if n == "seed" or (n in OPTIONS and OPTIONS[n].section in ("data", "images")))
+    options = changed(TrainOptions(), {name: given[name] for name in names})
     raise_together(contradictions(options))
     return options
 
@@ -51,7 +42,7 @@ def _options(given: Mapping[str, object], names: tuple[str, ...]) -> TrainOption
 def check_sources(given: Mapping[str, object]) -> None:
     """Refuse a model and data that are not there, before torch is imported, which takes seconds."""
     model = errors_of(check_model_there, given.get("model_name", "demo"))
-    sets = training_sets(data_options(given)) if "dataset" in given else []
+    sets = training_sets(options_of(given).data) if "dataset" in given else []
     raise_together(model, *(errors_of(each.check_there) for each in sets))
 
 
@@ -78,13 +69,14 @@ def read_documents(
     from unsloth_pack.run.documents import DocumentPreparation, load_tokenizer, load_training_data
     from unsloth_pack.run.images import image_preparation, takes_images
 
-    data, settings, images = data_options(given), image_options(given), None
+    options, images = options_of(given), None
+    data = options.data
     sets, tokenizer = load_training_data(data, most), load_tokenizer(model_name)
     rows = [each.rows for each in sets]
     if not why_no_images:
-        images = image_preparation(model_name, tokenizer, settings, rows, keep_bytes=keep_bytes)
+        images = image_preparation(model_name, tokenizer, options.images, rows, keep_bytes=keep_bytes)
     elif takes_images(model_name) and any(map(holds_images, rows)):
         raise InputError(f"the data has images, {why_no_images}")
     prepare = DocumentPreparation(tokenizer, max_length, train_on_responses_only, data.num_proc, images)
-    seed = _options(given, ("seed",)).training.seed
-    return prepare.mixture(sets, how=data.mixture, seed=seed, most=data.sample_limit), images, tokenizer
+    how: dict[str, Any] = {"how": data.mixture, "seed": options.training.seed, "most": data.sample_limit}
+    return prepare.mixture(sets, **how), images, tokenizer
