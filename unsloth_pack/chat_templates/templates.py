@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -114,78 +115,9 @@ CHAT_FORMATS = {
 """The formats by name. `get_chat_template` ignores case, hyphens and dots in names."""
 
 
-# The Jinja template of a format.
+# The Jinja template of a format: `format.jinja`, after lines that set its variables.
 
 _PLAIN = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
-
-_TEMPLATE = """\
-{%- if tools -%}
-  {{- raise_exception('this chat template writes no tools; keep the model\\'s own') -}}
-{%- endif -%}
-{%- macro text(content) -%}
-  {%- if content is string -%}{{- content@TRIM@ -}}
-  {%- else -%}
-    {%- for part in content -%}
-      {%- if part is string or part['type'] != 'text' -%}
-        {{- raise_exception('this chat template writes text alone') -}}
-      {%- endif -%}
-      {{- part['text']@TRIM@ -}}
-    {%- endfor -%}
-  {%- endif -%}
-{%- endmacro -%}
-{%- set seen = namespace(system=@DEFAULT_SYSTEM@, question=-1) -%}
-{%- set turns = messages -%}
-{%- if turns and turns[0][@ROLE@] == @SYSTEM_ROLE@ -%}
-  {%- set seen.system = text(turns[0][@CONTENT@]) -%}
-  {%- set turns = turns[1:] -%}
-{%- endif -%}
-{%- for turn in turns -%}
-  {%- if turn[@ROLE@] == @USER_ROLE@ -%}{%- set seen.question = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{{- @BEGIN@ -}}
-@SYSTEM_APART@
-{%- for turn in turns -%}
-  {%- if turn[@ROLE@] == @USER_ROLE@ -%}
-    {{- @USER@ -}}
-    @SYSTEM_WITHIN@
-    {{- text(turn[@CONTENT@]) + @BEHIND_USER@ -}}
-  {%- elif turn[@ROLE@] == @ASSISTANT_ROLE@ -%}
-    {%- set answer = text(turn[@CONTENT@]) -%}
-    @THOUGHTS@
-    {{- @ANSWER@ -}}
-    {%- generation -%}
-      {{- @LEAD@ + answer + @BEFORE_END@ + @END@ -}}
-    {%- endgeneration -%}
-    {{- @AFTER_ANSWER@ -}}
-  {%- else -%}
-    {{- raise_exception('this chat template has no turn of role ' ~ turn[@ROLE@]) -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- @ANSWER@@PROMPT_OF_THOUGHTS@ -}}
-{%- endif -%}
-"""
-_SYSTEM_APART = """\
-{%- if seen.system is not none -%}{{- @SYSTEM@ + seen.system + @BEHIND_SYSTEM@ -}}{%- endif -%}"""
-_QUESTION_FIRST = """\
-{%- if turns|length < messages|length and (not turns or turns[0][@ROLE@] != @USER_ROLE@) -%}
-  {{- raise_exception('this chat template puts the system text into the first question; begin with one') -}}
-{%- endif -%}"""
-_SYSTEM_WITHIN = """\
-{%- if loop.first and seen.system is not none -%}
-      {{- @SYSTEM@ + seen.system + @BEHIND_SYSTEM@ -}}
-    {%- endif -%}"""
-_HYBRID = """\
-{%- set thoughts = turn.get('reasoning_content') or '' -%}
-    {%- if not thoughts and '</think>' in answer -%}
-      {%- set thoughts = answer.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
-    {%- endif -%}
-    {%- set answer = answer.split('</think>')[-1].lstrip('\\n') -%}
-    {%- if loop.index0 > seen.question -%}
-      {%- set answer = '<think>\\n' + thoughts + '\\n</think>\\n\\n' + answer -%}
-    {%- endif -%}"""
-_NO_THOUGHTS = """ + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is false else '')"""
-_BEGIN_THINKING = """ + '<think>\\n'"""
 
 
 def _build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -> str:
@@ -199,33 +131,28 @@ def _build_template(chat: ChatFormat, mapping: Mapping[str, str], end: str | Non
         parts = filter(None, re.split(r"(\{bos\}|\{end\})", text))
         return " + ".join(tokens.get(part) or _literal(part) for part in parts) or "''"
 
-    prompt, around = chat.answer.rstrip(" "), map(written, (*chat.system, *chat.user))
+    before_answer = chat.answer.rstrip(" ")
+    around = map(written, (*chat.system, *chat.user))
     values = {
-        "SYSTEM_APART": _QUESTION_FIRST if chat.is_within_user else _SYSTEM_APART,
-        "SYSTEM_WITHIN": _SYSTEM_WITHIN if chat.is_within_user else "",
-        "THOUGHTS": _HYBRID if chat.thinking else "",
-        "PROMPT_OF_THOUGHTS": {"hybrid": _NO_THOUGHTS, "always": _BEGIN_THINKING}.get(
-            chat.thinking or "", ""
-        ),
-        "TRIM": " | trim" if chat.trims else "",
-        "DEFAULT_SYSTEM": "none" if chat.default_system is None else _literal(chat.default_system),
-        **{f"{key.upper()}_ROLE": _literal(names[key]) for key in ("user", "assistant", "system")},
-        **{key.upper(): _literal(names[key]) for key in ("role", "content")},
-        **dict(zip(("SYSTEM", "BEHIND_SYSTEM", "USER", "BEHIND_USER"), around, strict=True)),
-        "BEGIN": written(chat.begin),
-        "ANSWER": written(prompt),
-        "LEAD": _literal(chat.answer[len(prompt) :]),
-        "BEFORE_END": _literal(chat.before_end),
-        "END": ends,
-        "AFTER_ANSWER": written(chat.after_answer),
+        **{name: _literal(names[name]) for name in ("role", "content")},
+        **{f"{name}_role": _literal(names[name]) for name in ("user", "assistant", "system")},
+        **dict(zip(("system", "behind_system", "user", "behind_user"), around, strict=True)),
+        "default_system": "none" if chat.default_system is None else _literal(chat.default_system),
+        "is_within_user": _literal(chat.is_within_user),
+        "begin": written(chat.begin),
+        "before_answer": written(before_answer),
+        "lead": _literal(chat.answer[len(before_answer) :]),
+        "before_end": _literal(chat.before_end),
+        "end": ends,
+        "after_answer": written(chat.after_answer),
+        "trims": _literal(chat.trims),
+        "thinking": _literal(chat.thinking or ""),
     }
-    template = _TEMPLATE
-    for name, value in values.items():
-        template = template.replace(f"@{name}@", value)
-    return template
+    head = "".join(f"{{%- set {name} = {value} -%}}\n" for name, value in values.items())
+    return head + Path(__file__).with_name("format.jinja").read_text(encoding="utf-8")
 
 
-_literal = json.dumps  # a string in Jinja's syntax
+_literal = json.dumps  # a string or a truth value in Jinja's syntax
 
 _MARK = re.compile(r"\{#- unsloth_pack: ([\w.-]+) -#\}")
 
