@@ -16,11 +16,9 @@ CHAT = "[user]q[assistant]a<eos>"
 
 
 @table(
-    ("row", "suggested", "text"),
+    ("row", "mapping", "text"),
     [
         ({"question": "q", "answer": "a"}, "question=prompt,answer=completion", "qa<eos>"),
-        ({"user_query": "q", "modelReply": "a"}, "user_query=prompt,modelReply=completion", "qa<eos>"),
-        ({"question": "q", "context": "c", "answer": "a"}, None, "[user]q\nc[assistant]a<eos>"),
         (
             {"id": "x", "system_prompt": "s", "question": "q", "response": "a"},
             "system_prompt=system,question=instruction,response=output",
@@ -28,16 +26,18 @@ CHAT = "[user]q[assistant]a<eos>"
         ),
         ({"dialog": TURNS}, "dialog=messages", CHAT),
         ({"frob": "t", "n": 1}, "frob=text", "t<eos>"),
-        ({"my question, or so": "q", "the=answer": "a"}, "{", "qa<eos>"),
+        (
+            {"my question, or so": "q", "the=answer": "a"},
+            '{"my question, or so": "prompt", "the=answer": "completion"}',
+            "qa<eos>",
+        ),
     ],
 )
-def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, text):
-    """As it stands in the error, pasted into a shell."""
+def test_a_mapping_trains(refusal, trained, row, mapping, text):
     line = refusal([row, row])
     assert "no known data format has the columns" in line
-    (said,) = re.findall(r"; try (.*)", line)
-    assert suggested is None or suggested in said
-    assert [made for made, _ in trained([row, row], *shlex.split(said))] == [text] * 2
+    assert "; map them with --columns to messages, prompt, completion or text" in line
+    assert [made for made, _ in trained([row, row], f"--columns={mapping}")] == [text] * 2
 
 
 @pytest.mark.parametrize(

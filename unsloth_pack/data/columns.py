@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +21,6 @@ KNOWN_COLUMNS = {
     *("chosen", "rejected", "label"),  # of preferences
 }
 IMAGE_COLUMNS = ("images", "image")  # and so to these, for a model that takes images
-
-# What other data sets call a question, a passage beside it, an answer, and text alone
-_QUESTION = "prompt question query instruction problem task request human user q input source title"
-_PASSAGE = "context passage input background"
-_ANSWER = "completion answer response output solution reply assistant bot gpt target summary a"
-_TEXT = "text content document body article passage story code sentence"
 
 
 def check_mapping(columns: ColumnMapping, names: Sequence[str], data_set: str) -> None:
@@ -70,46 +63,10 @@ def check_shared(columns: ColumnMapping, names: Mapping[str, Sequence[str]]) -> 
             raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
 
 
-def suggested(names: Sequence[str], first: Row) -> dict[str, str]:
-    """A mapping to a format that the names and the first row speak for; empty where nothing does."""
-    strings = [name for name in names if isinstance(first.get(name), str)]
-
-    def take(words: str) -> str | None:
-        """The first word that is a column's name, or is in one as a word of its own."""
-        parts = {n: re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", n).lower()) for n in strings}
-        same = (name for word in words.split() for name in strings if name.lower().removesuffix("s") == word)
-        alike = (name for word in words.split() if len(word) > 1 for name in strings if word in parts[name])
-        if name := next(same, None) or next(alike, None):
-            strings.remove(name)
-        return name
-
-    system = take("system")
-    beside_turns = {system: "system"} if system not in (None, "system") else {}
-    if turns := next((name for name in names if _holds_conversation(first.get(name))), None):
-        return {**beside_turns, turns: "messages" if "role" in first[turns][0] else "conversations"}
-    answer, question = take(_ANSWER), take(_QUESTION)
-    if answer and question:
-        passage = take(_PASSAGE)
-        if passage or system:
-            of_passage = {passage: "input"} if passage else {}
-            return {**beside_turns, question: "instruction", **of_passage, answer: "output"}
-        return {question: "prompt", answer: "completion"}
-    if answer or any(map(first.get, IMAGE_COLUMNS)):
-        return {}
-    strings += [question] if question else []
-    text = take(_TEXT) or (strings[0] if len(strings) == 1 else None)
-    return {text: "text"} if text else {}
-
-
 def holds_turns(value: Any) -> bool:
     """Whether a value is a list of turns."""
     are_turns = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
     return are_turns and bool(value[0].keys() & {"role", "from"})
-
-
-def _holds_conversation(value: Any) -> bool:
-    roles = [role_of(turn.get("role", turn.get("from"))) for turn in value] if holds_turns(value) else []
-    return "assistant" in roles
 
 
 def refuse_text_of_turns(names: Iterable[str], first_rows: Sequence[Row]) -> None:

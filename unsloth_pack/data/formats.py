@@ -24,9 +24,8 @@ from unsloth_pack.data.columns import (
     refuse_preferences,
     refuse_text_of_turns,
     rules_of,
-    suggested,
 )
-from unsloth_pack.data.rows import OF_TURNS, Row, fail, offer, unread_keys
+from unsloth_pack.data.rows import OF_TURNS, Row, fail, unread_keys
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,11 +89,8 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         )
     refuse_text_of_turns(column_names, first_rows)
     types = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
-    mapping = suggested(column_names, first)
     way = "map them with --columns to messages, prompt, completion or text"
-    raise InputError(
-        f"no known data format has the columns {types}; {f'try {offer(mapping)}' if mapping else way}"
-    )
+    raise InputError(f"no known data format has the columns {types}; {way}")
 
 
 class Conversion:
