@@ -55,7 +55,8 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
     assert (part["name"], part["documents"], part["unused_columns"]) == (data, len(rows), [])
     assert (printed["strategy"], printed["seed"], printed["train_on_responses_only"]) == ("next_fit", 7, True)
     assert {shard["rows"] for shard in printed["shards"][:-1]} == {5}
-    assert printed.pop("teacher") is None  # 0.2.0 knows no such key on disk
+    newer = [printed.pop(name) for name in ("teacher", "objective", "reference")]
+    assert newer == [None, "sft", None]  # 0.2.0 knows no such keys on disk
     on_disk = json.loads((tmp_path / "other" / "packs.json").read_text())
     assert on_disk == {"format": "unsloth_pack packs", "version": 1, **printed}
 

@@ -88,6 +88,57 @@ def test_evaluation_is_the_same_however_pairs_are_batched(train, pairs, tmp_path
     assert [seen[0][name] for name in names] == pytest.approx([seen[1][name] for name in names], rel=1e-4)
 
 
+@pytest.mark.parametrize(("objective", "data"), [("dpo", "text"), ("kto", "labelled"), ("orpo", "chats")])
+def test_packs_train_as_the_rows_that_they_hold(
+    objective, data, model, train, pairs, tmp_path, capsys, monkeypatch
+):
+    """With and without a stored reference, which an evaluation may have or not; and after an interruption."""
+    monkeypatch.setenv("COLUMNS", "150")
+    of_packs = [f"--model_name={model}", "--max_seq_length=256", f"--objective={objective}"]
+    assert main(["pack", *of_packs, f"--dataset={pairs[data]}", "--out=packs"]) == 0
+    assert f"--dataset packs --objective {objective}" in capsys.readouterr().out
+    datasets = {"rows": pairs[data], "packs": "packs"}
+    if objective != "orpo":
+        flags = [*of_packs, "--dtype=float32", f"--dataset={pairs[data]}", "--out=taught"]
+        assert main(["teach", *flags]) == 0
+        datasets["taught"] = "taught"
+    seen = {}
+    for name, dataset in datasets.items():
+        evaluated = "taught" if name == "taught" and objective == "dpo" else "packs"
+        more = {"dataset": dataset, "eval_dataset": evaluated, "output_dir": tmp_path / f"of-{name}"}
+        more |= {"objective": objective, "eval_steps": 4, "save_steps": 4, "learning_rate": 1e-3}
+        assert train("--sample_packing", **FLAGS | more) == 0
+        seen[name] = [*log_of(more["output_dir"]), *log_of(more["output_dir"], "eval_loss")]
+    names = [n for n in seen["rows"][-2] if n.startswith(("loss", "rewards", "logps", "kl", "grad_norm"))]
+    for lines in seen.values():
+        for line, expected in zip(lines[:8], seen["rows"][:8], strict=True):
+            assert [line[n] for n in names] == pytest.approx([expected[n] for n in names], rel=1e-4, abs=1e-5)
+    out = more["output_dir"]
+    cut_after(out, 4)
+    assert main(["--resume", f"--output_dir={out}"]) == 0
+    again = [*log_of(out), *log_of(out, "eval_loss")]
+    assert [line["loss"] for line in again[:8]] == [line["loss"] for line in seen[name][:8]]
+
+
+def test_packs_of_another_objective_or_reference_are_refused(model, tied, pairs, refused):
+    of_packs = [
+        f"--model_name={model}",
+        "--max_seq_length=256",
+        "--objective=dpo",
+        f"--dataset={pairs['few']}",
+    ]
+    assert main(["teach", *of_packs, "--out=packs"]) == 0
+    for objective in ("sft", "kto"):
+        said = f"objective is '{objective}', but 'dpo' for the packed rows in packs; give --objective dpo"
+        assert said in refused(**FLAGS, dataset="packs", objective=objective)
+    said = f"packs holds the reference {model}, and {tied} has other weights; teach the packs by it"
+    assert said in refused(**FLAGS, dataset="packs", objective="dpo", model_name=tied)
+    said = "top_k is given, and objective 'dpo' has a reference; leave it out"
+    assert said in refused(command=["teach", *of_packs, "--out=new", "--top_k=8"])
+    said = "objective is 'orpo', which has no reference; use `unsloth-pack pack`"
+    assert said in refused(command=["teach", "--objective=orpo", "--out=new"])
+
+
 def test_options_of_the_loss_act(train, pairs, tmp_path):
     flags = FLAGS | {"dataset": pairs["text"], "max_steps": 4, "objective": "dpo"}
     ways = {

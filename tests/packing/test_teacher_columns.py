@@ -7,7 +7,7 @@ from test_offline import documents, quiet, read_packs, write  # noqa: F401
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import read_manifest
-from unsloth_pack.packing.teacher_columns import TEACHER_COLUMNS, PackedTeacher
+from unsloth_pack.packing.model_columns import TEACHER_COLUMNS, PackedTeacher
 
 K = 3
 
@@ -17,15 +17,17 @@ class Arithmetic:
 
     packed = PackedTeacher("arithmetic", K, 1.0)
 
-    def __call__(self, ids, labels, lengths):
+    def __call__(self, row):
+        ids, labels, lengths = (row[name] for name in ("input_ids", "labels", "seq_lengths"))
         document = np.repeat(np.arange(len(lengths)), lengths)
         log_probs = -np.stack([labels, document, np.ones_like(ids)], axis=1)
-        return np.stack([ids, ids + 1, ids + 2], axis=1).astype(np.int32), log_probs.astype(np.float16)
+        ids = np.stack([ids, ids + 1, ids + 2], axis=1).astype(np.int32)
+        return {"teacher_ids": ids, "teacher_log_probs": log_probs.astype(np.float16)}
 
 
 @pytest.fixture
 def packs(tmp_path):
-    write(tmp_path / "packs", documents(300), rows_per_shard=50, teacher=Arithmetic())
+    write(tmp_path / "packs", documents(300), rows_per_shard=50, model=Arithmetic())
     return tmp_path / "packs"
 
 
@@ -34,7 +36,7 @@ def read(folder):
 
 
 def test_rows_hold_what_the_teacher_said_of_them(tmp_path):
-    made = write(tmp_path / "packs", documents(300), rows_per_shard=50, teacher=Arithmetic())
+    made = write(tmp_path / "packs", documents(300), rows_per_shard=50, model=Arithmetic())
     plain = write(tmp_path / "plain", documents(300))
     manifest, rows = read(tmp_path / "packs")
     assert manifest == made == read_manifest(tmp_path / "packs")
@@ -44,9 +46,8 @@ def test_rows_hold_what_the_teacher_said_of_them(tmp_path):
     without = read_packs(tmp_path / "packs", "a" * 64)[1]
     assert without.to_list() == read_packs(tmp_path / "plain", "a" * 64)[1].to_list()
     for row, other in zip(rows, without, strict=True):
-        ids, log_probs = Arithmetic()(*(np.array(column) for column in other.values()))
-        assert row["teacher_ids"].tolist() == ids.ravel().tolist()
-        assert row["teacher_log_probs"].tolist() == log_probs.ravel().tolist()
+        for name, expected in Arithmetic()({name: np.array(x) for name, x in other.items()}).items():
+            assert row[name].tolist() == expected.ravel().tolist()
         assert {name: row[name] for name in other} == other  # lists, as ever
 
 
@@ -58,11 +59,11 @@ def test_six_bytes_for_each(packs):
 
 def test_a_teacher_that_fails_leaves_nothing(tmp_path):
     class Failing(Arithmetic):
-        def __call__(self, ids, labels, lengths):
+        def __call__(self, row):
             raise InputError("no numbers")
 
     with pytest.raises(InputError, match="no numbers"):
-        write(tmp_path / "packs", documents(50), teacher=Failing())
+        write(tmp_path / "packs", documents(50), model=Failing())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -25,8 +25,10 @@ from unsloth_pack.data.preferences import preferences_of
 from unsloth_pack.data.tokenize import rows_hash
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss
-from unsloth_pack.packing import pack_dataset
+from unsloth_pack.packing import pack_dataset, read_packs, write_packs
+from unsloth_pack.packing.model_columns import PackedReference
 from unsloth_pack.patching import trainer_hooks
+from unsloth_pack.run.teacher import LoadedRowModel
 from unsloth_pack.training.preferences import PreferenceCollator, Preferences, make_reference
 from unsloth_pack.training.trainer import make_trainer
 from unsloth_pack.training.trl_setup import sft_config
@@ -105,14 +107,20 @@ class Gradients(TrainerCallback):
 
 
 def documents(objective, rows, max_length=256, tokenizer=None):
-    given = {"max_length": max_length, "objective": objective}
-    return preferences_of(Dataset.from_list(rows), tokenizer or byte_tokenizer(), **given).rows
+    return all_documents(objective, rows, max_length, tokenizer).rows
 
 
-def trainer_of(kind, plain, folder, capacity=None, batch=8, *callbacks, copies=False, processes=1, **options):
-    """Our trainer, one of whose updates has all rows."""
+def all_documents(objective, rows, max_length=256, tokenizer=None):
+    options = {"max_length": max_length, "objective": objective}
+    return preferences_of(Dataset.from_list(rows), tokenizer or byte_tokenizer(), **options)
+
+
+def trainer_of(
+    kind, plain, folder, capacity=None, batch=8, *callbacks, copies=False, processes=1, packs=None, **options
+):
+    """Our trainer, one of whose updates has all rows; those of `packs` hold what the reference says."""
     _, name, loss, values = KINDS[kind]
-    rows = documents(name.lower(), LABELLED if name == "KTO" else PAIRS)
+    rows = packs or documents(name.lower(), LABELLED if name == "KTO" else PAIRS)
     rows = rows if capacity is None else pack_dataset(rows, capacity)
     model = adapted(plain)
     patch_model(model)
@@ -122,7 +130,7 @@ def trainer_of(kind, plain, folder, capacity=None, batch=8, *callbacks, copies=F
         per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_grad_norm=0.0,
         gradient_accumulation_steps=steps, logging_steps=1, save_strategy="no", learning_rate=1e-2, **options,
     )  # fmt: skip
-    reference = None if loss is OrpoLoss else make_reference(model, copies)
+    reference = None if loss is OrpoLoss or packs else make_reference(model, copies)
     objective = partial(Preferences, loss=loss(reference=reference, **values))
     watch = Gradients()
     trainer = make_trainer(
@@ -158,6 +166,30 @@ def test_trains_as_trls_trainer_however_documents_share_rows(kind, plain, tmp_pa
     expected = of_trl(kind, plain, tmp_path)
     for capacity, batch in SPLITS.values():
         assert_equal(ours(kind, plain, tmp_path, capacity, batch), expected)
+
+
+def packs_of(kind, plain, folder):
+    """Rows of 128 tokens with what the untouched model says of their answers."""
+    name = KINDS[kind][1]
+    made = all_documents(name.lower(), LABELLED if name == "KTO" else PAIRS)
+    loading = {"dtype": torch.float64, "max_seq_length": 128}
+    reference = LoadedRowModel(PackedReference(plain.name_or_path), loading)
+    noted = {"tokenizer_hash": "a" * 64, "ledger": made.ledger, "objective": name.lower()}
+    write_packs(made.rows, folder, 128, model=reference, **noted)
+    return read_packs(folder, "a" * 64)[1]
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "kto"])
+def test_a_stored_reference_trains_as_that_of_the_step(kind, plain, tmp_path):
+    packs = packs_of(kind, plain, tmp_path / "packs")
+    for batch in (1, 3):
+        loss, metrics, gradients = ours(kind, plain, tmp_path, None, batch, packs=packs)
+        expected = ours(kind, plain, tmp_path, 128, batch)
+        assert loss == pytest.approx(expected[0], rel=1e-12)
+        names = [name for name in metrics if name.startswith((*METRICS, "eval_loss"))]
+        assert [metrics[n] for n in names] == pytest.approx([expected[1][n] for n in names], rel=1e-12)
+        for name, truth in expected[2].items():
+            assert (gradients[name] - truth).norm() <= 1e-12 * truth.norm(), name
 
 
 def test_an_update_of_two_processes_is_that_of_one(plain, tmp_path):

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath
+from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.packing.model_columns import PackedReference, PackedTeacher
 from unsloth_pack.packing.planner import STRATEGIES
-from unsloth_pack.packing.teacher_columns import PackedTeacher
 from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
@@ -21,6 +22,7 @@ from unsloth_pack.run.machine import check_new_folder
 
 LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")  # flags of a teacher
 _NO_IMAGES = "and a teacher reads text alone; take them out, or pack them with `unsloth-pack pack`"
+_NO_IMAGES_IN_ANSWERS = "and preferences are of text alone; take them out"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,7 +35,9 @@ def run(arguments: Sequence[str]) -> int:
     return write(parser.parse(arguments), "pack")
 
 
-def write(flags: Mapping[str, Any], command: str, teacher: PackedTeacher | None = None) -> int:
+def write(
+    flags: Mapping[str, Any], command: str, packed: PackedTeacher | PackedReference | None = None
+) -> int:
     """Write and print the packs that the flags of a command describe."""
     if "out" not in flags:
         raise InputError(f"--out is missing; see `unsloth-pack {command} --help`")
@@ -53,26 +57,27 @@ def write(flags: Mapping[str, Any], command: str, teacher: PackedTeacher | None 
     base, adapter = find_model(model_name)
     config = load_config(base).get_text_config()
     check_positions(capacity, model_name, config)
-    if teacher is not None:
-        require_whole("top_k", teacher.top_k, 1, config.vocab_size)
+    if isinstance(packed, PackedTeacher):
+        require_whole("top_k", packed.top_k, 1, config.vocab_size)
+    objective = flags["objective"] if flags.get("objective") in PREFERENCES else "sft"
     only_responses = flags.get("train_on_responses_only", False)
     mixture, images, tokenizer = read_documents(
         flags,
         model_name,
         capacity,
         only_responses,
-        why_no_images=_NO_IMAGES if teacher else "",
+        why_no_images=_NO_IMAGES_IN_ANSWERS if objective != "sft" else _NO_IMAGES if packed else "",
         keep_bytes=not wants_paths,
     )
     documents = mixture.train
     if wants_paths and not documents.has_files:
         raise InputError("image_paths is true, and no image of the data is a file; leave out --image_paths")
     model = None
-    if teacher is not None:
-        from unsloth_pack.run.teacher import ModelTeacher
+    if packed is not None:
+        from unsloth_pack.run.teacher import LoadedRowModel
 
         loading = {name: flags[name] for name in LOADING if name in flags}
-        model = ModelTeacher(teacher, loading | {"max_seq_length": capacity})
+        model = LoadedRowModel(packed, loading | {"max_seq_length": capacity})
     manifest = write_packs(
         documents.rows,
         out,
@@ -82,7 +87,8 @@ def write(flags: Mapping[str, Any], command: str, teacher: PackedTeacher | None 
         train_on_responses_only=only_responses,
         model_name=model_name,
         images=None if images is None else images.packed(documents.ledger),
-        teacher=model,
+        objective=objective,
+        model=model,
         **{name: flags[name] for name in ("strategy", "seed", "rows_per_shard") if name in flags},
     )
     if as_json:
@@ -108,6 +114,9 @@ def pack_parser(command: str, description: str, model: str) -> Parser:
     shared, choices = "which documents share a row (default: bfd)", "|".join(STRATEGIES)
     add("--strategy", type=strategy, metavar=choices, help=shared)
     parser.add_option("train_on_responses_only")
+    parser.add_option(
+        "objective", "what the packs are for: for dpo, kto and orpo rows of answers (default: sft)"
+    )
     order = "plan over the documents in a random order of this seed (default: in their own order), and mix"
     parser.add_option("seed", f"{order} data sets by it (default: by 3407, as for training)")
     rows = "rows of a file (default: as many as make 256 MiB)"

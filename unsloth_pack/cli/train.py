@@ -96,7 +96,7 @@ def _run(o: TrainOptions) -> int:
         folder=folder,
         is_resumed=o.output.resume,
     )
-    objective = build_objective(o, model)
+    objective = build_objective(o, model, data.is_scored)
     is_sharded = o.training.fsdp is not None or o.training.deepspeed is not None
     demo = o.model.model_name if o.is_demo and not is_sharded else None
     score_before = score_demo(demo, model, tokenizer.tokenizer, data.images)

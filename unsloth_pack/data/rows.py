@@ -241,7 +241,8 @@ def json_text(index: int, column: str, value: object) -> str:
 
 # The column of documents and of packed rows that says to which part of a preference each token belongs.
 
-PREFERENCES = ("dpo", "orpo", "kto")  # objectives
+ANSWERS_OF = {"dpo": "pairs", "orpo": "pairs", "kto": "labelled"}  # by objective, their documents
+PREFERENCES = (*ANSWERS_OF,)
 PARTS = "parts"
 PROMPT, CHOSEN, REJECTED, MISMATCHED = range(4)  # the last is an answer to another prompt, for KTO
 

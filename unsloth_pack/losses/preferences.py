@@ -32,6 +32,7 @@ class Answers:
 
     part_of_next: np.ndarray  # `[N]` int64: 3 * document + part of the token behind each
     n_labels: np.ndarray  # `[D, 3]` int64: tokens of each part that carry a label
+    reference: np.ndarray | None = None  # `[D, 3]` float64: of the reference, where that is known
 
     def sum(self, row: PackedRow, values_1N: Tensor) -> Tensor:
         """Sum `[1, N]` over each part: `[D, 3]` float64."""
@@ -46,7 +47,8 @@ class PreferenceLoss(ABC):
 
     Args:
         beta: how far the model may go from its reference: less for a larger one.
-        reference: a context in which the model that trains is the reference; None for a loss without one.
+        reference: a context in which the model that trains is the reference; None for a loss without one, or
+            where `Answers` have what it says.
 
     Attributes:
         values: of the last step, `[D]` float64 each, `n` among them: numbers to add up, see `means`.
@@ -67,10 +69,12 @@ class PreferenceLoss(ABC):
         return {name: value / max(sums["n"], 1) for name, value in sums.items() if name != "n"}
 
     def prepare(self, inputs: StepInputs) -> Loss:
-        """Run the reference."""
+        """Run the reference, unless the answers have what it says."""
         answers: Any = inputs.take(ANSWERS)
         reference = None
-        if self.reference is not None:
+        if answers.reference is not None:
+            reference = inputs.call.row.upload(answers.reference)
+        elif self.reference is not None:
             with self.reference(), torch.no_grad():
                 labelled, hidden_BTC = inputs.run(inputs.model)
                 reference = answers.sum(inputs.call.row, labelled.scores(hidden_BTC).log_prob)

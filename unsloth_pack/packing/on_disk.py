@@ -8,7 +8,8 @@ shard-00000.arrow, ...   tables with one packed row in each row:
     cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
     max_length 3               int32: tokens of the longest document
     images     [...]           only where there are some: a list of objects, see `data/rows.py`
-    teacher_...                only where a teacher was asked: see `teacher_columns.py`
+    parts      [0 1 2 0 1 2]   only of preferences: list of int32, see `data/rows.py`
+    teacher_..., reference_... only where a model was asked: see `model_columns.py`
 
 The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
 starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded
@@ -21,30 +22,32 @@ import hashlib
 import json
 import os
 import reprlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unsloth_pack.checkpoints.atomic import atomic_dir, holds
-from unsloth_pack.data.cache import scan
-from unsloth_pack.data.rows import IMAGES, image_field, update_with_images
+from unsloth_pack.data.cache import digest, scan
+from unsloth_pack.data.rows import IMAGES, PARTS, image_field, update_with_images
 from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, check_columns, plan_rows
-from unsloth_pack.packing.planner import check_positive
-from unsloth_pack.packing.teacher_columns import (
+from unsloth_pack.packing.model_columns import (
     BYTES,
+    REFERENCE,
     TEACHER_COLUMNS,
+    PackedReference,
     PackedTeacher,
-    Teacher,
-    add_teacher_columns,
-    teacher_types,
+    RowModel,
+    add_model_columns,
+    model_types,
 )
+from unsloth_pack.packing.planner import check_positive
 
 if TYPE_CHECKING:
     import datasets
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 _MANIFEST = PACK_FILES[0]
 _FORMAT, _VERSION = "unsloth_pack packs", 1
+_NEWER = {"teacher": None, "objective": "sft", "reference": None}  # 0.2.0 reads packs without these
 _LAST_ID = 2**31 - 1  # of int32
 _BYTES_A_SHARD, _BYTES_A_TOKEN = 2**28, 8  # of ids and labels
 
@@ -97,23 +101,29 @@ class PackManifest:
     shards: tuple[Shard, ...]
     images: PackedImages | None = None  # of the rows; None where they have none
     teacher: PackedTeacher | None = None  # whose most likely tokens the rows hold; None where they hold none
+    objective: str = "sft"  # what the documents are for
+    reference: PackedReference | None = None  # whose log-probabilities the rows hold, likewise
 
+    @property
+    def own_columns(self) -> list[str]:
+        """The columns of rows that others need not have."""
+        are_there = [
+            ((IMAGES,), self.images is not None),
+            ((PARTS,), self.objective != "sft"),
+            ((REFERENCE,), self.reference is not None),
+            (TEACHER_COLUMNS, self.teacher is not None),
+        ]
+        return [name for names, is_there in are_there if is_there for name in names]
 
-def _schema(has_images: bool, has_teacher: bool) -> pa.Schema:
-    """The columns of a shard."""
-    import pyarrow as pa
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of a shard."""
+        import pyarrow as pa
 
-    tokens = pa.list_(pa.int32())
-    columns = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
-    if has_images:
-        columns[IMAGES] = image_field(is_packed=True).type
-    columns |= teacher_types() if has_teacher else {}
-    return pa.schema(columns.items())
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        tokens = pa.list_(pa.int32())
+        types = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
+        own_types = {IMAGES: image_field(is_packed=True).type, PARTS: tokens, **model_types()}
+        return pa.schema({**types, **{name: own_types[name] for name in self.own_columns}}.items())
 
 
 def find_packs(dataset: str) -> Path | None:
@@ -133,10 +143,10 @@ def read_manifest(folder: Path) -> PackManifest:
         if stated != (_FORMAT, _VERSION):
             raise ValueError(f"it is of {stated}, this release reads {(_FORMAT, _VERSION)}")
         values["ledger"] = TokenLedger(**values["ledger"])
-        if values.get("images") is not None:
-            values["images"] = PackedImages(**values["images"])
-        if values.get("teacher") is not None:
-            values["teacher"] = PackedTeacher(**values["teacher"])
+        kinds = {"images": PackedImages, "teacher": PackedTeacher, "reference": PackedReference}
+        for name, kind in kinds.items():
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
         values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
         return PackManifest(**values)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -156,7 +166,8 @@ def write_packs(
     model_name: str = "",
     rows_per_shard: int | None = None,
     images: PackedImages | None = None,
-    teacher: Teacher | None = None,
+    objective: str = "sft",
+    model: RowModel | None = None,
 ) -> PackManifest:
     """Pack tokenised documents into a new folder, and return the manifest. RAM holds a few hundred rows.
 
@@ -164,8 +175,8 @@ def write_packs(
     interrupted run leaves nothing that could be mistaken for packs.
 
     Args:
-        documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them, and `images`
-            where there are some.
+        documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them, `images`
+            where there are some, and `parts` where they are preferences.
         folder: new, or empty.
         capacity, strategy: as for `pack_dataset`; the rows are the same, in the same order.
         tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
@@ -175,7 +186,8 @@ def write_packs(
         train_on_responses_only, model_name: noted in the manifest.
         rows_per_shard: None for shards of about 256 MiB of tokens and images.
         images: what the manifest says of the images; needed where documents have a column of them.
-        teacher: its most likely tokens are stored beside those of the rows.
+        objective: what the documents are for; dpo, orpo or kto where they have parts.
+        model: a teacher or reference, whose columns are stored beside those of the rows.
 
     Raises:
         InputError: `folder` holds something, the disk is full, or the documents cannot be packed, see
@@ -191,14 +203,34 @@ def write_packs(
         check_positive("rows_per_shard", rows_per_shard)
     if images is None and IMAGES in check_columns(documents):
         raise InputError("the documents have images; say how they were prepared, in images")
-    documents = documents.select_columns(["input_ids", "labels", *([IMAGES] if images else [])])
+    columns = ["input_ids", "labels", *([IMAGES] if images else []), *([PARTS] if objective != "sft" else [])]
+    documents = documents.select_columns(columns)
     documents = documents if seed is None else documents.shuffle(seed)
     plan, builder = plan_rows(documents, capacity, strategy)
+    packed = None if model is None else model.packed
+    manifest = PackManifest(
+        capacity=int(capacity),
+        strategy=strategy,
+        seed=None if seed is None else int(seed),
+        train_on_responses_only=train_on_responses_only,
+        model_name=model_name,
+        tokenizer_hash=tokenizer_hash,
+        data_fingerprint="",  # once the rows are written, and the shards
+        rows=plan.n_bins,
+        documents=plan.n_documents,
+        tokens=plan.tokens,
+        ledger=ledger,
+        shards=(),
+        images=images,
+        teacher=packed if isinstance(packed, PackedTeacher) else None,
+        objective=objective,
+        reference=packed if isinstance(packed, PackedReference) else None,
+    )
     bytes_a_row = max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row)
-    bytes_a_row += 0 if teacher is None else BYTES * teacher.packed.top_k * capacity
+    bytes_a_row += 0 if manifest.teacher is None else BYTES * manifest.teacher.top_k * capacity
     n_rows = rows_per_shard or max(1, _BYTES_A_SHARD // bytes_a_row)
     _check_tokens(documents)
-    schema = _schema(images is not None, teacher is not None)
+    schema = manifest.schema
     hashes = {name: hashlib.sha256() for name in schema.names if name != "max_length"}
     shards: list[Shard] = []
     whole = atomic_dir(target, last=[_MANIFEST], may_replace=False)
@@ -207,31 +239,18 @@ def write_packs(
             path, end = aside / f"shard-{len(shards):05d}.arrow", min(first + n_rows, plan.n_bins)
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
                 tables = builder.tables(first, end)
-                for rows in tables if teacher is None else add_teacher_columns(tables, teacher):
+                for rows in tables if model is None else add_model_columns(tables, model):
                     table = _with_boundaries(rows, schema)
                     stream.write_table(table)
                     _update(hashes, table)
                     bar.update(len(table))
-            shards.append(Shard(path.name, end - first, path.stat().st_size, _file_sha256(path)))
-        manifest = PackManifest(
-            capacity=int(capacity),
-            strategy=strategy,
-            seed=None if seed is None else int(seed),
-            train_on_responses_only=train_on_responses_only,
-            model_name=model_name,
-            tokenizer_hash=tokenizer_hash,
-            data_fingerprint=hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest(),
-            rows=plan.n_bins,
-            documents=plan.n_documents,
-            tokens=plan.tokens,
-            ledger=ledger,
-            shards=tuple(shards),
-            images=images,
-            teacher=None if teacher is None else teacher.packed,
-        )
+            shards.append(Shard(path.name, end - first, path.stat().st_size, digest(path)))
+        fingerprint = hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest()
+        manifest = replace(manifest, data_fingerprint=fingerprint, shards=tuple(shards))
         values = asdict(manifest)
-        if teacher is None:  # 0.2.0 reads such packs too, and knows no key of that name
-            del values["teacher"]
+        for name, default in _NEWER.items():
+            if values[name] == default:
+                del values[name]
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **values}, indent=1)
         (aside / _MANIFEST).write_text(text + "\n", encoding="utf-8")
     return manifest
@@ -269,11 +288,11 @@ def _with_boundaries(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def _update(hashes: dict[str, Any], table: pa.Table) -> None:
     """Feed the numbers of a table of a shard to the hash of each column."""
-    for name, digest in hashes.items():
+    for name, one in hashes.items():
         if name == IMAGES:
-            update_with_images(digest, table[name])
+            update_with_images(one, table[name])
         else:
-            digest.update(table[name].combine_chunks().flatten().to_numpy())
+            one.update(table[name].combine_chunks().flatten().to_numpy())
 
 
 def read_packs(
@@ -291,7 +310,7 @@ def read_packs(
 
     Returns:
         The manifest, and a `datasets.Dataset` of `input_ids`, `labels` and `seq_lengths`, and of `images`
-        where there are some, as `pack_dataset` would give them.
+        or `parts` where there are some, as `pack_dataset` would give them; and the reference's column.
 
     Raises:
         InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
@@ -308,11 +327,11 @@ def read_packs(
             f"({manifest.tokenizer_hash[:12]}, the model's is {str(tokenizer_hash)[:12]}); pack the data anew"
         )
     shards = []
-    of_teacher = TEACHER_COLUMNS if reads_teacher else ()
+    unread = () if reads_teacher else TEACHER_COLUMNS
+    columns = ["input_ids", "labels", *(name for name in manifest.own_columns if name not in unread)]
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
         lengths = _checked_lengths(path, shard, manifest)
-        columns = ["input_ids", "labels", *([IMAGES] if manifest.images else []), *of_teacher]
         tokens = datasets.Dataset.from_file(str(path)).select_columns(columns)
         shards.append(tokens.add_column("seq_lengths", lengths, new_fingerprint=shard.sha256))
     if (n_rows := sum(map(len, shards))) != manifest.rows:
@@ -320,8 +339,8 @@ def read_packs(
             f"{folder}: {n_rows} rows where the manifest has {manifest.rows}; pack the data anew"
         )
     rows = datasets.concatenate_datasets(shards)
-    if of_teacher:  # arrays: as Python's numbers they would take longer to read than a step
-        rows = rows.with_format("numpy", columns=[*of_teacher], output_all_columns=True)
+    if reads_teacher:  # arrays: as Python's numbers they would take longer to read than a step
+        rows = rows.with_format("numpy", columns=[*TEACHER_COLUMNS], output_all_columns=True)
     return manifest, rows
 
 
@@ -331,11 +350,10 @@ def _checked_lengths(path: Path, shard: Shard, manifest: PackManifest) -> pa.Chu
 
     lengths, row = [], 0
     try:
-        if _file_sha256(path) != shard.sha256:
+        if digest(path) != shard.sha256:
             raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            schema = _schema(manifest.images is not None, manifest.teacher is not None)
-            if stream.schema.remove_metadata() != schema:
+            if stream.schema.remove_metadata() != manifest.schema:
                 raise InputError(f"{path}: its columns are not those of packs; pack the data anew")
             for batch in filter(len, stream):
                 lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))

@@ -141,6 +141,7 @@ def print_packs(
     begins_with = "--init_adapter" if is_for_adapter else "--model_name"
     command = ["unsloth-pack", begins_with, packs.model_name, "--dataset", folder]
     command += ["--image_folder", image_folder] if image_folder is not None else []
+    command += ["--objective", packs.objective] if packs.objective != "sft" else []
     if packs.teacher is not None:
         command[1:3] = ["--objective", "distill", "--teacher", "stored", "--model_name", "STUDENT"]
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)

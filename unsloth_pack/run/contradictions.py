@@ -132,9 +132,6 @@ def _of_objective(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name in ("streaming", "train_on_responses_only"):
         if getattr(v, name):
             yield f"{_said(v, name, 'objective')}; leave out one of them"
-    for named in filter(None, (v.dataset, v.eval_dataset)):
-        if folder := packs_in(named):
-            yield f"{_said(v, 'objective')} and {folder} holds packed rows of text; give rows with answers"
     if v.label_smoothing and v.loss_type != "robust":
         yield f"{_said(v, 'label_smoothing', 'loss_type')}; give --loss_type robust, or leave it out"
 

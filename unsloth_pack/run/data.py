@@ -26,7 +26,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images, without_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
 from unsloth_pack.packing.dataset import pack_documents
-from unsloth_pack.packing.teacher_columns import TEACHER_IDS
+from unsloth_pack.packing.model_columns import TEACHER_IDS
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.documents import (
     DocumentPreparation,
@@ -50,6 +50,7 @@ from unsloth_pack.run.images import (
 )
 from unsloth_pack.run.resolve import evaluation_sets
 from unsloth_pack.run.rollouts import build_stream
+from unsloth_pack.run.teacher import check_reference
 from unsloth_pack.training.rollouts import RolloutStream
 from unsloth_pack.training.streaming import RowStream
 from unsloth_pack.training.trl_setup import rows_of_an_update, training_template
@@ -91,6 +92,12 @@ class TrainingData:
     images: ImagePreparation | None
     saved_with_model: Any
     labels: Labels | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all rows hold what the reference of preferences says of them."""
+        packs = [each.packs for each in (self.train, self.evaluation) if each is not None]
+        return all(each is not None and each.reference is not None for each in packs)
 
 
 def build_data(
@@ -163,7 +170,7 @@ def build_data(
         labels,
         objective,
     )
-    builder = _Builder(model.model_name, data, config, prepare, tokenizer.new_tokens, reads_teacher)
+    builder = _Builder(model.model_name, data, config, prepare, tokenizer.new_tokens, reads_teacher, source)
     evaluation = None
     if stream is not None and objective == "rollouts" and rollouts is not None:
         train = builder.rollouts(stream, rollouts)
@@ -220,8 +227,10 @@ class _Builder:
         prepare: DocumentPreparation,
         new_tokens: Iterable[int],
         reads_teacher: bool,
+        source: str,  # the model or the adapter that the run begins with
     ):
-        self._data, self._config, self._prepare, self._reads_teacher = data, config, prepare, reads_teacher
+        self._data, self._config, self._prepare = data, config, prepare
+        self._reads_teacher, self._source = reads_teacher, source
         self._tokenizer, self._capacity, self._images = prepare.tokenizer, prepare.max_length, prepare.images
         text: PretrainedConfig = load_config(find_model(model_name)[0]).get_text_config()
         self._vocab_size = max([text.vocab_size, *(token + 1 for token in new_tokens)])
@@ -234,6 +243,8 @@ class _Builder:
         packs, rows = read_packs(folder, tokenizer_hash(self._tokenizer), reads_teacher=reads_teacher)
         for column in ("input_ids", *([TEACHER_IDS] if reads_teacher else [])):
             check_token_ids(rows, self._vocab_size, column)
+        if packs.reference is not None and self._prepare.objective in ("dpo", "kto"):
+            check_reference(packs.reference, self._source, folder)
         if packs.images is not None and self._images is not None:
             check_files_of_packs(folder, rows, self._images)
         elif packs.images is None:

@@ -33,7 +33,8 @@ def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
 
 def options_of(given: Mapping[str, object]) -> TrainOptions:
     """The options of data and images among the flags; all others have their defaults."""
-    names = (n for n in given if n == "seed" or (n in OPTIONS and OPTIONS[n].section in ("data", "images")))
+    read = ("seed", "objective")
+    names = (n for n in given if n in read or (n in OPTIONS and OPTIONS[n].section in ("data", "images")))
     options = changed(TrainOptions(), {name: given[name] for name in names})
     raise_together(contradictions(options))
     return options
@@ -77,6 +78,13 @@ def read_documents(
         images = image_preparation(model_name, tokenizer, options.images, rows, keep_bytes=keep_bytes)
     elif takes_images(model_name) and any(map(holds_images, rows)):
         raise InputError(f"the data has images, {why_no_images}")
-    prepare = DocumentPreparation(tokenizer, max_length, train_on_responses_only, data.num_proc, images)
+    prepare = DocumentPreparation(
+        tokenizer,
+        max_length,
+        train_on_responses_only,
+        data.num_proc,
+        images,
+        objective=options.training.objective,
+    )
     how: dict[str, Any] = {"how": data.mixture, "seed": options.training.seed, "most": data.sample_limit}
     return prepare.mixture(sets, **how), images, tokenizer

@@ -10,9 +10,10 @@ from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import OWN_TEACHERS, DistillOptions, TrainOptions
+from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.distillation import DistillationLoss
-from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss
+from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.run.documents import load_tokenizer
 from unsloth_pack.training.distill import Distillation, make_teacher
 from unsloth_pack.training.objective import Objective
@@ -32,10 +33,15 @@ def check_teacher(distill: DistillOptions, tokenizer: PreTrainedTokenizerBase) -
         )
 
 
-def build_objective(o: TrainOptions, model: Any) -> Callable[[Any], Objective] | None:
+def build_objective(
+    o: TrainOptions, model: Any, is_scored: bool = False
+) -> Callable[[Any], Objective] | None:
     """Make the objective of a model that is ready to train; None for cross-entropy.
 
     Loads a teacher that is another model. An adapter that trains on is compared with a copy of it.
+
+    Args:
+        is_scored: all rows hold what the reference says.
     """
     objective, options = o.training.objective, o.preferences
     if objective == "distill":
@@ -44,23 +50,15 @@ def build_objective(o: TrainOptions, model: Any) -> Callable[[Any], Objective] |
             teacher, _ = FastLanguageModel.from_pretrained(**flat(o.model) | {"model_name": teacher})
         weights = o.distill.model_dump(exclude={"teacher"})
         return partial(Distillation, loss=DistillationLoss(make_teacher(model, teacher), **weights))
-    if objective == "orpo":
-        return partial(Preferences, loss=OrpoLoss(options.beta))
+    if objective not in PREFERENCES:
+        return None
+    loss: PreferenceLoss
     goes_on = o.adapter.init_adapter is not None and not o.adapter.merge_init_adapter
+    reference = None if objective == "orpo" or is_scored else make_reference(model, goes_on)
     if objective == "dpo":
-        dpo = DpoLoss(
-            options.beta,
-            make_reference(model, goes_on),
-            loss_type=options.loss_type,
-            label_smoothing=options.label_smoothing,
-        )
-        return partial(Preferences, loss=dpo)
-    if objective == "kto":
-        kto = KtoLoss(
-            options.beta,
-            make_reference(model, goes_on),
-            desirable_weight=options.desirable_weight,
-            undesirable_weight=options.undesirable_weight,
-        )
-        return partial(Preferences, loss=kto)
-    return None
+        loss = DpoLoss(options.beta, reference, options.loss_type, options.label_smoothing)
+    elif objective == "kto":
+        loss = KtoLoss(options.beta, reference, options.desirable_weight, options.undesirable_weight)
+    else:
+        loss = OrpoLoss(options.beta)
+    return partial(Preferences, loss=loss)

@@ -12,10 +12,11 @@ from typing import Any
 
 from unsloth_pack.config import OPTIONS, TrainOptions, changed, flat, load, read_record, telling_places
 from unsloth_pack.config.options import OWN_TEACHERS, DataOptions
+from unsloth_pack.data.rows import ANSWERS_OF
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, written
-from unsloth_pack.packing import find_packs, read_manifest
+from unsloth_pack.packing import PackManifest, find_packs, read_manifest
 from unsloth_pack.run.from_adapter import saved_config, values_of_adapter
 from unsloth_pack.run.machine import count_processes
 
@@ -199,7 +200,7 @@ def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOpt
     """Take from rows that are packed on disk how they are trained on, and how long they are."""
     stored = {name: _stored_temperature(options, name) for name in ("dataset", "eval_dataset")}
     if folder := packs_in(options.data.dataset):
-        packs = read_manifest(folder)
+        packs = _packs_for(options.training.objective, folder)
         fixed = {"sample_packing": True, "padding_free": True}
         fixed |= {"train_on_responses_only": packs.train_on_responses_only, **stored["dataset"]}
         # The rows are chosen already
@@ -208,13 +209,24 @@ def _with_packs(options: TrainOptions, requested: Mapping[str, Any]) -> TrainOpt
         _refuse_otherwise({**requested, "max_seq_length": length}, fixed | chosen, folder, packs.capacity)
         options = changed(options, {**fixed, "max_seq_length": length})
     if options.data.eval_dataset and (folder := packs_in(options.data.eval_dataset)):
-        packs = read_manifest(folder)
+        packs = _packs_for(options.training.objective, folder)
         fixed = {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only}
         fixed |= stored["eval_dataset"]
         _refuse_otherwise(flat(options), fixed, folder, packs.capacity)
         _refuse_otherwise(requested, {"eval_packing": True}, folder)
         options = changed(options, {"eval_packing": True})
     return options
+
+
+def _packs_for(objective: str, folder: Path) -> PackManifest:
+    """The manifest of packs whose documents are those of an objective."""
+    packs = read_manifest(folder)
+    if ANSWERS_OF.get(objective) != ANSWERS_OF.get(packs.objective):
+        raise InputError(
+            f"objective is {objective!r}, but {packs.objective!r} for the packed rows in {folder}; give "
+            f"--objective {packs.objective}, or other data"
+        )
+    return packs
 
 
 def _stored_temperature(options: TrainOptions, name: str) -> dict[str, Any]:

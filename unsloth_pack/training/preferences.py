@@ -5,6 +5,8 @@ batch the answers of a pair continue their prompt, which is computed once, where
 
     document   p p p c c r r r        row   p p p c c r r r     or   p p p c c p p p r r r
     parts      0 0 0 1 1 2 2 2        parent  -1, 0, 0
+
+Rows of packs may hold what the reference says of their answers, see `packing/model_columns.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +22,12 @@ from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.preferences import ANSWERS, Answers, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
+from unsloth_pack.packing.model_columns import REFERENCE
 from unsloth_pack.training.document_losses import Batch, DocumentLosses, Means, Values
 from unsloth_pack.training.objective import Objective, causal_lm
 
 _CPU = torch.device("cpu")
-_MISMATCHED = "mismatched"  # of a batch: a batch of prompts with answers to others
+MISMATCHED_BATCH = "mismatched"  # of a batch: a batch of prompts with answers to others
 _REPEATED = -1  # the part of a prompt that the row has already
 Document = tuple[np.ndarray, np.ndarray]  # ids and parts
 
@@ -54,13 +57,22 @@ class PreferenceCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         documents = [document for example in examples for document in _documents(example)]
-        batch = self._join(documents, (CHOSEN, REJECTED))
+        stored = [example[REFERENCE] for example in examples if REFERENCE in example]
+        reference = np.concatenate(stored).reshape(-1, 4) if stored else None  # by document and part
+        batch = self._join(documents, (CHOSEN, REJECTED), reference, [PROMPT, CHOSEN, REJECTED])
         if any((parts == MISMATCHED).any() for _, parts in documents):
             in_place = np.array([PROMPT, REJECTED, REJECTED, CHOSEN])  # of the answers to these prompts
-            batch[_MISMATCHED] = self._join([(ids, in_place[parts]) for ids, parts in documents], (CHOSEN,))
+            others = [(ids, in_place[parts]) for ids, parts in documents]
+            batch[MISMATCHED_BATCH] = self._join(others, (CHOSEN,), reference, [PROMPT, MISMATCHED, PROMPT])
         return batch
 
-    def _join(self, documents: Sequence[Document], answers: Sequence[int]) -> Batch:
+    def _join(
+        self,
+        documents: Sequence[Document],
+        answers: Sequence[int],
+        reference: np.ndarray | None,
+        columns: Sequence[int],  # of the reference, for the prompt, a chosen and a rejected answer
+    ) -> Batch:
         segments: list[tuple[int, np.ndarray, np.ndarray, int]] = []  # document, ids, parts, parent
         for number, (ids, parts) in enumerate(documents):
             is_prompt = parts == PROMPT
@@ -86,13 +98,17 @@ class PreferenceCollator:
             "input_ids": torch.from_numpy(ids)[None],
             "labels": torch.from_numpy(np.where(is_labelled, ids, IGNORE_INDEX))[None],
             "packed_row": row,
-            ANSWERS: Answers(np.append(of_documents[1:], 0), n_labels.reshape(-1, 3)),
+            ANSWERS: Answers(
+                np.append(of_documents[1:], 0),
+                n_labels.reshape(-1, 3),
+                None if reference is None else reference[:, columns],
+            ),
         }
 
 
 def _documents(example: Mapping[str, Any]) -> Iterator[Document]:
     ids, parts = (np.asarray(example[name], dtype=np.int64) for name in ("input_ids", PARTS))
-    ends = np.cumsum(example.get("seq_lengths") or [len(ids)])[:-1]
+    ends = np.cumsum(example.get("seq_lengths", [len(ids)]))[:-1]
     return zip(np.split(ids, ends), np.split(parts, ends), strict=True)
 
 
@@ -117,7 +133,9 @@ class Preferences(Objective):
             self.loss.tokens_a_document = n_tokens / n_documents
         if isinstance(self.loss, KtoLoss):
             self._trainer.model.train()
-            ratios = self._measure_ratios(batch[_MISMATCHED] for batch in batches if _MISMATCHED in batch)
+            ratios = self._measure_ratios(
+                batch[MISMATCHED_BATCH] for batch in batches if MISMATCHED_BATCH in batch
+            )
             self.loss.set_kl(*self._reduce(ratios))
         return n_documents
 
@@ -125,7 +143,7 @@ class Preferences(Objective):
         self, model: nn.Module, inputs: Batch, num_items: Tensor | int | None
     ) -> tuple[Tensor, Any]:
         inputs = dict(inputs)
-        mismatched = inputs.pop(_MISMATCHED, None)
+        mismatched = inputs.pop(MISMATCHED_BATCH, None)
         if not model.training:  # each batch of an evaluation is by itself
             if isinstance(self.loss, OrpoLoss):
                 self.loss.tokens_a_document = None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unsloth_pack.packing.teacher_columns import TEACHER_IDS, TEACHER_LOG_PROBS
+from unsloth_pack.packing.model_columns import TEACHER_IDS, TEACHER_LOG_PROBS
 from unsloth_pack.patching.deferred_logging import LOSS_WEIGHTS
 from unsloth_pack.training.document_losses import Batch
 
