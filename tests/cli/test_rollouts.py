@@ -156,15 +156,15 @@ def test_what_cannot_be_generated_is_refused(flags, said, refused, tmp_path):
 
 
 @table("function, said", [
-    ("text", "returned str; return token ids, (ids, weights) or None"),
-    ("weights", "ids and other weights; give a number for each"),
+    ("text", "returned str; return token ids, (ids, weights), a number for each, or None"),
+    ("weights", "returned tuple; return token ids, (ids, weights), a number for each, or None"),
     ("outside", "returned an id outside of 0 to "),
     ("below", "returned an id outside of 0 to "),
     ("counting", "functions.py:counting failed: ValueError: could not convert string to float"),
     ("pair", "functions.py:pair failed: TypeError: pair() missing 1 required positional argument"),
     ("failing", "failed in line "),
-    ("nothing", "made no target of any prompt, and 0 prompts or targets were too long; correct it, or"),
-    ("long", "made no target of any prompt, and 80 prompts or targets were too long; correct it, or"),
+    ("nothing", "made no target of 40 prompts, and 0 prompts or targets were too long; correct it, or"),
+    ("long", "made no target of 40 prompts, and 80 prompts or targets were too long; correct it, or"),
 ])  # fmt: skip
 def test_a_function_that_returns_something_else_trains_nothing(function, said, train, tmp_path, capsys):
     assert train(**FLAGS | {"rollout_function": f"functions.py:{function}"}) == 2

@@ -16,9 +16,9 @@ from unsloth_pack import patch_model
 from unsloth_pack.config.options import RolloutOptions
 from unsloth_pack.data.sources import open_stream
 from unsloth_pack.data.streaming import Place, Share
+from unsloth_pack.errors import InputError
 from unsloth_pack.patching.deferred_logging import default_loss
-from unsloth_pack.run.rollouts import build_stream
-from unsloth_pack.training.rollouts import Generation, RolloutStream
+from unsloth_pack.training.rollouts import RolloutStream
 from unsloth_pack.training.streaming import RowStream
 
 CAPACITY, N_PROMPTS, N_GENERATIONS = 96, 23, 3
@@ -56,8 +56,9 @@ def open_rows(prompts, targets, process=0, processes=1):
         targets.append((rollout.row["n"], *rollout.prompt, *ids))
         return ids, [0.5] + [2.0] * (len(ids) - 1)
 
-    generation = Generation(24, 1.0, N_GENERATIONS, 4 * N_GENERATIONS, 7)
-    stream = RolloutStream(open_stream(prompts, "train"), byte_tokenizer(), target, "f", generation, CAPACITY)
+    how = {"max_new_tokens": 24, "num_generations": N_GENERATIONS, "generation_batch_size": 4 * N_GENERATIONS}
+    of_run = (byte_tokenizer(), target, RolloutOptions(**how), CAPACITY, 7)
+    stream = RolloutStream(open_stream(prompts, "train"), *of_run)
     stream.model = Guesses()
     share = Share(process, processes)
     return RowStream(stream, CAPACITY, seed=1, share=share, n_workers=0, ahead=1, buffer_tokens=3 * CAPACITY)
@@ -119,20 +120,30 @@ def test_random_numbers_of_the_run_are_left_alone(prompts):
 @pytest.mark.parametrize("temperature", [0, 0.3])
 def test_options_reach_what_generates(temperature, prompts):
     options = RolloutOptions(
-        rollout_function="unsloth_pack.demo.targets:correct",
         max_new_tokens=5,
         num_generations=2,
         rollout_temperature=temperature,
         generation_batch_size=6,
     )
-    stream, seen = build_stream(options, open_stream(prompts, "train"), byte_tokenizer(), 64, 0), []
-    stream.model, stream._function = Guesses(), lambda rollout: seen.append(rollout)
+    seen = []
+    stream = RolloutStream(open_stream(prompts, "train"), byte_tokenizer(), seen.append, options, 64, 0)
+    stream.model = Guesses()
     next(stream.blocks(Place(), Share()))
     assert [rollout.row["n"] for rollout in seen] == [0, 0, 1, 1, 2, 2]
     assert {len(rollout.ids) for rollout in seen} == {5}
     assert seen[0].group == seen[:2]
     sampling = {"do_sample": True, "temperature": 0.3, "top_k": 0, "top_p": 1.0}
     assert (sampling if temperature else {"do_sample": False}).items() <= stream.model.options.items()
+
+
+def test_a_function_that_drops_all_of_the_first_prompts_is_refused_early(prompts, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.training.rollouts._PROMPTS_IN_VAIN", 8)
+    options, seen = RolloutOptions(max_new_tokens=5, generation_batch_size=4), []
+    stream = RolloutStream(open_stream(prompts, "train"), byte_tokenizer(), seen.append, options, 64, 0)
+    stream.model = Guesses()
+    with pytest.raises(InputError, match="made no target of 8 prompts"):
+        list(stream.blocks(Place(), Share()))
+    assert len(seen) == 8
 
 
 def test_prompts_are_those_that_a_chat_template_makes(tmp_path):
@@ -144,13 +155,13 @@ def test_prompts_are_those_that_a_chat_template_makes(tmp_path):
     tokenizer = byte_tokenizer()
     for name in ("turns", "alpaca"):
         seen, source = [], open_stream(str(tmp_path / f"{name}.jsonl"), "train")
-        generation = Generation(5, 1.0, 1, 4, 0)
+        options = RolloutOptions(max_new_tokens=5, generation_batch_size=4)
 
         def target(rollout, seen=seen):
             seen.append(rollout.prompt)
             return rollout.ids * (1 if len(seen) == 1 else 20)
 
-        stream = RolloutStream(source, tokenizer, target, "f", generation, 64)
+        stream = RolloutStream(source, tokenizer, target, options, 64, 0)
         stream.model = Guesses()
         (document,) = next(stream.blocks(Place(), Share())).documents()
         wanted = [tokenizer.apply_chat_template(x, add_generation_prompt=True)["input_ids"] for x in turns]

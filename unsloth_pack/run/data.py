@@ -49,7 +49,7 @@ from unsloth_pack.run.images import (
     takes_images,
 )
 from unsloth_pack.run.resolve import evaluation_sets
-from unsloth_pack.run.rollouts import build_stream
+from unsloth_pack.run.rollouts import load_function
 from unsloth_pack.run.teacher import check_reference
 from unsloth_pack.training.rollouts import RolloutStream
 from unsloth_pack.training.streaming import RowStream
@@ -305,7 +305,9 @@ class _Builder:
         """The targets of the prompts of a stream; the model that generates is set later."""
         if self._images is not None:
             raise InputError("objective is 'rollouts', and the rows have images; take rows of text")
-        targets = build_stream(options, stream.source, self._tokenizer, self._capacity, self._config.seed)
+        function = load_function(options.rollout_function)
+        of_run = (self._tokenizer, function, options, self._capacity, self._config.seed)
+        targets = RolloutStream(stream.source, *of_run)
         least = (rows_of_an_update(self._config) + 1) * self._capacity  # no target is older than it must be
         return self._streamed(targets, stream.data_sets, {}, n_workers=0, ahead=1, buffer_tokens=least)
 

@@ -1,14 +1,10 @@
-"""The targets of a run whose objective is rollouts: the user's function, and the stream that calls it."""
+"""The user's function of a run whose objective is rollouts."""
 
 import importlib
 import runpy
 
-from transformers import PreTrainedTokenizerBase
-
-from unsloth_pack.config.options import RolloutOptions
-from unsloth_pack.data.streaming import RowSource
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.training.rollouts import Generation, RolloutStream, Target
+from unsloth_pack.training.rollouts import Target
 
 
 def load_function(named: str | None) -> Target:
@@ -30,19 +26,3 @@ def load_function(named: str | None) -> Target:
     if not callable(function):
         raise InputError(f"rollout_function is {named!r}, and {source} has no function {name}; correct it")
     return function
-
-
-def build_stream(
-    options: RolloutOptions, source: RowSource, tokenizer: PreTrainedTokenizerBase, max_length: int, seed: int
-) -> RolloutStream:
-    """Make the stream of targets, without the model that generates."""
-    generation = Generation(
-        options.max_new_tokens,
-        options.rollout_temperature,
-        options.num_generations,
-        options.generation_batch_size,
-        seed,
-    )
-    function = load_function(options.rollout_function)
-    name = str(options.rollout_function)
-    return RolloutStream(source, tokenizer, function, name, generation, max_length)

@@ -25,6 +25,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from unsloth_pack.config.options import RolloutOptions
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.rows import fail
 from unsloth_pack.data.streaming import DocumentBlock, Place, RawBlock, RowSource, Share, endless
@@ -36,6 +37,7 @@ from unsloth_pack.patching.deferred_logging import LOSS_WEIGHTS
 
 PREFIX = "rollouts/"  # of the names of what is logged
 _FIRST_PROMPTS = 100  # that are looked at before the training, of each data set
+_PROMPTS_IN_VAIN = 256  # in a pass, at its beginning
 
 
 @dataclass(eq=False)
@@ -65,29 +67,15 @@ class Rollout:
 Target = Callable[[Rollout], Any]  # returns ids that follow the prompt, with weights or without, or None
 
 
-@dataclass(frozen=True)
-class Generation:
-    """How rollouts are generated.
-
-    Args:
-        batch_size: rollouts that are generated together.
-        seed: of the random numbers.
-    """
-
-    max_new_tokens: int
-    temperature: float  # 0 takes the most likely token
-    num_generations: int  # rollouts of a prompt
-    batch_size: int
-    seed: int
-
-
 class RolloutStream:
     """The targets of a stream of prompts: the documents of a `RowStream`.
 
     Args:
         source: rows with a prompt, in a format that has one, or in a column `prompt` alone.
-        function: makes targets; `name` is its name in errors.
+        function: makes targets.
+        options: how rollouts are generated, and the function's name.
         max_length: tokens of the longest target with its prompt. Longer ones are dropped and counted.
+        seed: of the random numbers.
 
     Attributes:
         model: generates; set it before the first row is read.
@@ -104,12 +92,13 @@ class RolloutStream:
         source: RowSource,
         tokenizer: PreTrainedTokenizerBase,
         function: Target,
-        name: str,
-        generation: Generation,
+        options: RolloutOptions,
         max_length: int,
+        seed: int,
     ):
         self._source, self._tokenizer, self._max_length = source, tokenizer, max_length
-        self._function, self._name, self._generation = function, name, generation
+        self._function, self._name = function, str(options.rollout_function)
+        self._options, self._seed = options, seed
         self.model: Any = None
         self.n_parts = len(source.parts)
         self._counters: dict[str, float] = defaultdict(float)  # of the rollouts since the last log line
@@ -122,9 +111,10 @@ class RolloutStream:
         """Yield the targets of a batch of prompts, from a place on, without an end.
 
         Raises:
-            InputError: a row has no prompt, the function fails, or it drops all rollouts of a pass.
+            InputError: a row has no prompt, the function fails, or it drops all rollouts of a pass, or of its
+                first prompts.
         """
-        n_prompts = max(1, self._generation.batch_size // self._generation.num_generations)
+        n_prompts = max(1, self._options.generation_batch_size // self._options.num_generations)
         done, n_seen, n_targets = place.done, 0, int(place.seen > 0 or place.done > 0)
         for block in endless(self._source, replace(place, done=0)):
             begin, n_skipped = block.begin, min(done, block.n_rows)
@@ -135,13 +125,18 @@ class RolloutStream:
                 targets, tally = self._targets(block, some, share.number)
                 n_targets, n_seen = n_targets + len(targets), n_seen + len(some)
                 yield DocumentBlock(_table(targets), tally, replace(begin, done=some[-1] + 1), False)
+                if n_seen >= _PROMPTS_IN_VAIN and not n_targets:
+                    raise self._error_in_vain(n_seen)
             if block.ends_pass:
                 if n_seen and not n_targets:
-                    n_long = sum(int(self._counters[f"{what}_too_long"]) for what in ("prompt", "target"))
-                    said = f"{self._name} made no target of any prompt, and {n_long} prompts or targets"
-                    raise InputError(f"{said} were too long; correct it, or the data")
+                    raise self._error_in_vain(n_seen)
                 n_seen = n_targets = 0
             yield DocumentBlock(_table([]), SpanCounts(), block.end, False)  # what waits is carried over
+
+    def _error_in_vain(self, n_prompts: int) -> InputError:
+        n_long = sum(int(self._counters[f"{what}_too_long"]) for what in ("prompt", "target"))
+        said = f"{self._name} made no target of {n_prompts} prompts, and {n_long} prompts or targets"
+        return InputError(f"{said} were too long; correct it, or the data")
 
     def take_metrics(self) -> dict[str, list[float]]:
         """Take the means of the counters over the rollouts of all processes since the last call."""
@@ -192,14 +187,14 @@ class RolloutStream:
     ) -> tuple[list["_Document"], SpanCounts]:
         """Generate rollouts of some rows of a block, and make targets of them."""
         rows, prompts = self._prompts(block, chosen)
-        fits = [len(prompt) + self._generation.max_new_tokens <= self._max_length for prompt in prompts]
+        fits = [len(prompt) + self._options.max_new_tokens <= self._max_length for prompt in prompts]
         begin = block.begin
-        seed = [self._generation.seed, process, begin.turn, begin.seen + chosen[0]]
+        seed = [self._seed, process, begin.turn, begin.seen + chosen[0]]
         answers = self._generate([p for p, fit in zip(prompts, fits, strict=True) if fit], seed)
         documents: list[_Document] = []
         for row, prompt, fit in zip(rows, prompts, fits, strict=True):
             group: list[Rollout] = []
-            for _ in range(self._generation.num_generations if fit else 0):
+            for _ in range(self._options.num_generations if fit else 0):
                 ids, ended = next(answers)
                 text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
                 group.append(Rollout(row, prompt, ids, text, ended, self._tokenizer, group=group))
@@ -237,13 +232,10 @@ class RolloutStream:
         with suppress(RuntimeError, TypeError, ValueError):
             ids = np.array(target[0] if has_weights else target)
             weights = np.array(target[1], np.float64) if has_weights else np.ones(ids.shape)
-        if weights is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        is_wrong = weights is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu")
+        if is_wrong or weights.shape != ids.shape or not np.isfinite(weights).all():
             said = f"{self._name} returned {type(target).__name__}"
-            raise InputError(f"{said}; return token ids, (ids, weights) or None")
-        if weights.shape != ids.shape or not np.isfinite(weights).all():
-            raise InputError(
-                f"{self._name} returned {len(ids)} ids and other weights; give a number for each"
-            )
+            raise InputError(f"{said}; return token ids, (ids, weights), a number for each, or None")
         vocab_size = len(self._tokenizer)
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             raise InputError(f"{self._name} returned an id outside of 0 to {vocab_size - 1}; give its tokens")
@@ -256,12 +248,12 @@ class RolloutStream:
         """Yield the answers to prompts, `num_generations` of each, and whether each ended by itself."""
         if not prompts:
             return
-        how, tokenizer, device = self._generation, self._tokenizer, self.model.device
+        how, tokenizer, device = self._options, self._tokenizer, self.model.device
         longest = max(map(len, prompts))
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         n_pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-        sampling = {"do_sample": True, "temperature": how.temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": how.rollout_temperature, "top_k": 0, "top_p": 1.0}
         own_end = self.model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
         devices = [device] if device.type == "cuda" else []
@@ -276,7 +268,7 @@ class RolloutStream:
                 eos_token_id=sorted(ends) or None,
                 num_beams=1,
                 use_cache=True,
-                **(sampling if how.temperature else {"do_sample": False}),
+                **(sampling if how.rollout_temperature else {"do_sample": False}),
             )
         for answer in generated[:, longest:].tolist():
             end = next((place for place, token in enumerate(answer) if token in ends), None)
