@@ -20,7 +20,7 @@ def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
     documents = random_documents(LENGTHS)
     truth = _packed(arch, torch.float64, documents)
     fused = _packed(arch, dtype, documents, truth.routes)
-    for name in ("norm", "elementwise", "rope"):
+    for name in ("norm", "elementwise", "gated_lora", "rope"):
         module = sys.modules[f"unsloth_pack.kernels.{name}"]
         monkeypatch.setattr(module, "takes_fused_path", lambda *_: False)
     plain = _packed(arch, dtype, documents, truth.routes)

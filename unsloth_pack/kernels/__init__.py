@@ -24,8 +24,8 @@ from unsloth_pack.kernels.arguments import (
 from unsloth_pack.kernels.attention import varlen_attention
 from unsloth_pack.kernels.cross_entropy import linear_cross_entropy
 from unsloth_pack.kernels.distillation import linear_distillation
-from unsloth_pack.kernels.elementwise import dropout, gated, relu2, xielu
-from unsloth_pack.kernels.gated_lora import gated_lora_, gated_lora_backward_
+from unsloth_pack.kernels.elementwise import dropout, relu2, xielu
+from unsloth_pack.kernels.gated_lora import gated, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.head import LabelledRows
 from unsloth_pack.kernels.moe import (
     grouped_mm,

@@ -1,6 +1,6 @@
 """Element-wise kernels: activations of MLPs with and without a gate, and dropout without a stored mask.
 
-R rows of F features; one row of R * F if all tensors are contiguous. Gated activations are x * σ(z(x)):
+Gated activations are x * σ(z(x)), see `gated_lora`:
 
     silu       z = x
     gelu_tanh  z = 2 √(2/π) (x + 0.044715 x³), because (1 + tanh u) / 2 = σ(2u)
@@ -32,7 +32,6 @@ from unsloth_pack.kernels.arguments import dropout_scale, dropout_threshold
 from unsloth_pack.kernels.launch import (
     apply,
     as_rows,
-    check_shapes,
     jit,
     once_differentiable,
     takes_fused_path,
@@ -46,90 +45,6 @@ _MAX_COUNTERS = 1024  # of a program that drops elements
 _PER_THREAD = 8  # counters: a 16-byte load of bf16 in each run
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up, element by element.
-
-    Args:
-        gate, up: `[..., F]`, bfloat16, float16 or float32; float64 takes the reference path. Read in place if
-            the last dim is contiguous and the others collapse into rows of one stride, as in the halves of a
-            fused projection. Both are saved for the backward pass.
-        activation: "silu", or "gelu_tanh" for the tanh approximation of GELU (transformers'
-            `gelu_pytorch_tanh`).
-
-    Returns:
-        A fresh contiguous tensor of their shape and promoted dtype, computed in float32 and rounded once.
-
-    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
-    "Gaussian Error Linear Units", section 2 (the approximation).
-    """
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation is {activation!r}: pass silu or gelu_tanh")
-    check_shapes(gate=("*F", gate), up=("*F", up))
-    if not takes_fused_path(gate, up):
-        return reference.gated(gate, up, activation)
-    return apply(_Gated, gate, up, activation)
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        out = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-        (gate, up), strides, F, programs = _lay_out(gate, up)
-        with torch.cuda.device_of(gate):
-            _gated_kernel[(programs,)](gate, up, out, F, *strides, activation, _BLOCK, num_warps=_WARPS)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up)
-        with torch.cuda.device_of(gate):
-            _gated_backward_kernel[(programs,)](
-                *(*tensors, F, *strides, ctx.activation, _BLOCK), num_warps=_WARPS
-            )
-        return g_gate, g_up, None
-
-
-def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
-    """Return the tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
-    n = tensors[0].numel()
-    if all(x.is_contiguous() for x in tensors):
-        return [*tensors], [0] * len(tensors), n, -(-n // _BLOCK)
-    rows, strides = zip(*map(as_rows, tensors), strict=True)
-    F = tensors[0].shape[-1]
-    return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
-
-
-# F is specialised: Triton must know that 16 divides it for 16-byte accesses.
-@jit
-def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Write out `[R, F]`: act(gate) * up. Grid: the blocks of BLOCK elements of each row in turn."""
-    row, col = _row_and_columns(F, BLOCK)
-    x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    acted = x * _sigmoid(_z(x, ACTIVATION), gate.dtype.element_ty)
-    tl.store(out + row * F + col, (acted * u).to(out.dtype.element_ty), mask=col < F)
-
-
-@jit
-def _gated_backward_kernel(
-    g_out, gate, up, g_gate, g_up, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: as in the forward."""
-    row, col = _row_and_columns(F, BLOCK)
-    g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    _product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
-    tl.store(g_gate + row * g_gate_sr + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
-    tl.store(g_up + row * g_up_sr + col, gu.to(g_up.dtype.element_ty), mask=col < F)
-
-
 @jit
 def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Return act(x) * u, and the gradients of x and u for its gradient g, as exact as dtype needs."""
@@ -137,14 +52,6 @@ def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr
     s = _sigmoid(z, dtype)
     bend = x * _sigmoid(-z, dtype) * _slope_of_z(x, ACTIVATION)
     return x * s * u, g * u * (s * (1 + bend)), g * (x * s)
-
-
-@jit
-def _row_and_columns(F, BLOCK: tl.constexpr):
-    """Return this program's row and columns, both int64: a row may hold more than 2³¹ elements."""
-    blocks = tl.cdiv(F, BLOCK)
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    return row.to(tl.int64), block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The product of a gated MLP of LoRA layers. The low-rank parts are added to tiles in registers.
+"""The product of a gated MLP, also of LoRA layers. The low-rank parts are added to tiles in registers.
 
     product = act(gate + s_g L_g R_gᵀ) * (up + s_u L_u R_uᵀ)
 
@@ -13,7 +13,7 @@ next ones while it computes, so that both kernels run at the speed of the device
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import LoraOutput, LowRank
 from unsloth_pack.kernels.elementwise import product_and_gradients
 from unsloth_pack.kernels.launch import (
+    apply,
     as_rows,
+    check_shapes,
     floor_power_of_2,
     jit,
     multiply,
+    once_differentiable,
     takes_fused_path,
     tl,
     triton,
@@ -79,6 +82,49 @@ class _Blocks(NamedTuple):
         return (triton.cdiv(N, self.rows * self.tiles) * triton.cdiv(F, self.columns),)
 
 
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Compute act(gate) * up, element by element.
+
+    Args:
+        gate, up: `[..., F]`, bfloat16, float16 or float32; float64 takes the reference path. Read in place if
+            the last dim is contiguous and the others collapse into rows of one stride, as in the halves of a
+            fused projection. Both are saved for the backward pass.
+        activation: "silu", or "gelu_tanh" for the tanh approximation of GELU (transformers'
+            `gelu_pytorch_tanh`).
+
+    Returns:
+        A fresh contiguous tensor of their shape and promoted dtype, computed in float32 and rounded once.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
+    "Gaussian Error Linear Units", section 2 (the approximation).
+    """
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation is {activation!r}: pass silu or gelu_tanh")
+    check_shapes(gate=("*F", gate), up=("*F", up))
+    if not takes_fused_path(gate, up):
+        return reference.gated(gate, up, activation)
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    return apply(_Gated, gate.to(dtype), up.to(dtype), activation)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        x, u = (LoraOutput(y.reshape(-1, y.shape[-1])) for y in (gate, up))
+        return gated_lora_(x, u, activation, store=False).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        g, x, u = (LoraOutput(y.reshape(-1, y.shape[-1])) for y in (g_out, gate, up))
+        g_gate, g_up = gate.new_empty(x.base.shape), up.new_empty(u.base.shape)
+        gated_lora_backward_(g, x, u, ctx.activation, g_gate, g_up, overwrite=False)
+        return g_gate.view(gate.shape), g_up.view(up.shape), None
+
+
 def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) -> Tensor:
     """Compute act(gate) * up, without autograd.
 
@@ -109,7 +155,13 @@ def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) 
 
 
 def gated_lora_backward_(
-    g_out: LoraOutput, gate: LoraOutput, up: LoraOutput, activation: str, g_gate: Tensor, g_up: Tensor
+    g_out: LoraOutput,
+    gate: LoraOutput,
+    up: LoraOutput,
+    activation: str,
+    g_gate: Tensor,
+    g_up: Tensor,
+    overwrite: bool = True,
 ) -> list[Tensor | None]:
     """Run the backward pass of `gated_lora_`, and compute the product again.
 
@@ -117,6 +169,7 @@ def gated_lora_backward_(
         g_out: `[N, F]`, the gradient of the product. Its base is overwritten by the product.
         gate, up, activation: as for `gated_lora_`, of the dtype of g_out.
         g_gate, g_up: the gradients of the sums are written there; may be the bases of gate and up.
+        overwrite: False to leave g_out as it is; then it has no low-rank part.
 
     Returns:
         productᵀ left of g_out's low-rank part, g_gateᵀ left of gate's and g_upᵀ left of up's, `[F, r]` each,
@@ -124,7 +177,7 @@ def gated_lora_backward_(
     """
     like, added = gate.base, [g_out.low_rank, gate.low_rank, up.low_rank]
     if not takes_fused_path(like, up.base):
-        return reference.gated_lora_backward_(g_out, gate, up, activation, g_gate, g_up)
+        return reference.gated_lora_backward_(g_out, gate, up, activation, g_gate, g_up, overwrite)
     tensors, strides = zip(*map(as_rows, (g_out.base, gate.base, up.base, g_gate, g_up)), strict=True)
     parts = [_part(part, like) for part in added]
     blocks, sums = _Blocks.choose(like, 3, parts), None
@@ -134,7 +187,8 @@ def gated_lora_backward_(
         sums = torch.empty(shape, dtype=torch.float32, device=like.device)
     with torch.cuda.device_of(like):
         _gated_lora_backward_kernel[blocks.grid(like)](
-            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *like.shape, *strides, activation, *blocks),
+            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *like.shape, *strides, overwrite, activation),
+            *blocks,
             num_warps=_WARPS,
         )
     if sums is not None:
@@ -207,10 +261,10 @@ def _gated_lora_backward_kernel(
     up_left, up_right, up_scale,
     ul_sr: tl.constexpr, ur_sf: tl.constexpr, ur_sr: tl.constexpr, UP_RANK: tl.constexpr,
     N, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
-    ACTIVATION: tl.constexpr,
+    OVERWRITE: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Write g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
+    """Write g_gate, g_up `[N, F]`: the gradients of the sums. OVERWRITE: g_out -> the product. As above.
 
     sums: None, or float32 `[runs of tiles, 3, F, RANKS]`: the products with the left factors; 0 without a
         part.
@@ -235,7 +289,8 @@ def _gated_lora_backward_kernel(
         gx, gu = gx.to(g_gate.dtype.element_ty), gu.to(g_up.dtype.element_ty)
         tl.store(g_gate + row * g_gate_sr + column, gx, mask=inside)
         tl.store(g_up + row * g_up_sr + column, gu, mask=inside)
-        tl.store(g_out + row * g_sr + column, product, mask=inside)
+        if OVERWRITE:
+            tl.store(g_out + row * g_sr + column, product, mask=inside)
         if sums is not None:  # beyond the last row the left factors are 0
             if RANK > 0:
                 left = _left(g_left, row, 0, N, left_sr, RANK, RANKS)

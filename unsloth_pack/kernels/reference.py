@@ -129,7 +129,13 @@ def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) 
 
 
 def gated_lora_backward_(
-    g_out: LoraOutput, gate: LoraOutput, up: LoraOutput, activation: str, g_gate: Tensor, g_up: Tensor
+    g_out: LoraOutput,
+    gate: LoraOutput,
+    up: LoraOutput,
+    activation: str,
+    g_gate: Tensor,
+    g_up: Tensor,
+    overwrite: bool = True,
 ) -> list[Tensor | None]:
     wide = wide_dtype(gate.base)
     x, u = (_sum(y).to(y.base.dtype).to(wide).requires_grad_() for y in (gate, up))
@@ -137,7 +143,8 @@ def gated_lora_backward_(
         product = gated(x, u, activation)
     grads = torch.autograd.grad(product, (x, u), _sum(g_out))
     products: list[Tensor | None] = []
-    outputs, parts = (g_out.base, g_gate, g_up), (g_out.low_rank, gate.low_rank, up.low_rank)
+    into = g_out.base if overwrite else torch.empty_like(g_out.base)
+    outputs, parts = (into, g_gate, g_up), (g_out.low_rank, gate.low_rank, up.low_rank)
     for output, result, part in zip(outputs, (product, *grads), parts, strict=True):
         output.detach().copy_(result.detach())
         products.append(None if part is None else output.detach().t().to(wide) @ part.left.to(wide))
