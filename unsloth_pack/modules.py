@@ -1,4 +1,4 @@
-"""Look at modules: lists of them and their parameters, patterns over paths, hooks, sharded weights."""
+"""Look at modules: walks that take little time, patterns over paths, hooks, sharded weights."""
 
 import logging
 import re
@@ -6,9 +6,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar
+from typing import ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from unsloth_pack.errors import InputError, written
 
-if TYPE_CHECKING:
-
-    class _TransformersModel(nn.Module):
-        def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int: ...
-else:
-    _TransformersModel = nn.Module  # a patched model has the transformers class as a further base
-
 logger = logging.getLogger("unsloth_pack")
-
-# Cached lists. Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and
-# clears them. Each walks over all modules, about two thousand in a small model with adapters. Together they
-# take a third of a captured step.
-
-_MODE = attrgetter("training")
 _RECORDER_MODULE = "transformers.utils.output_capturing"
 _MARKS_INPUTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -46,107 +32,45 @@ class Walkable(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-class ModuleWalk:
-    """Lists of the modules and parameters below one module, valid until one is added, removed or renamed.
+def list_modules(root: nn.Module) -> list[nn.Module]:
+    """List what `root.modules()` yields in a sixth of its time; a module at two paths comes twice."""
+    modules = [root]
 
-    `is_current` runs several times a step. So it compares in C, and most dicts only for being empty.
+    def visit(module: nn.Module) -> None:
+        for child in module._modules.values():
+            if child is not None:
+                modules.append(child)
+                if child._modules:
+                    visit(child)
 
-    Args:
-        modules: by path, the root first; a module at two paths is listed twice. Empty before the first walk.
+    visit(root)
+    return modules
+
+
+class QuickWalks(nn.Module):
+    """A module whose `train` and `parameters` are quick: transformers' `Trainer` walks so in every step.
+
+    Over the two thousand modules of a small model with adapters, torch's own walks take a sixth of a captured
+    step.
     """
-
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]] = ()) -> None:
-        self.modules = modules
-        self.each = [module for _, module in modules]
-        self.n_parameters: dict[bool, int] = {}  # without embeddings, or with them
-        children = [module._modules for module in self.each]
-        holders = [module._parameters for module in self.each]
-        self._empty = [*(x for x in children if not x), *(x for x in holders if not x)]
-        self._inner = list(filter(None, children))
-        self._children = list(map(dict, self._inner))
-        self._holders = list(filter(None, holders))
-        self._keys = list(chain.from_iterable(self._holders))
-        self._once: list[nn.Parameter] = []
-        self._ids: list[int] = []  # of all parameters at that time, and of None
-
-    def is_current(self, root: nn.Module) -> bool:
-        """True if the lists are still right, except for the order of a module's children."""
-        return (
-            bool(self.modules)
-            and self.modules[0][1] is root
-            and not any(self._empty)
-            and self._inner == self._children  # modules are compared by identity
-            and list(chain.from_iterable(self._holders)) == self._keys
-        )
-
-    def parameters_once(self) -> list[nn.Parameter]:
-        """Return the modules' current parameters, each once."""
-        current = list(chain.from_iterable(map(dict.values, self._holders)))
-        ids = list(map(id, current))  # `==` of parameters would compare their numbers
-        if ids != self._ids:
-            by_id = {id(parameter): parameter for parameter in current if parameter is not None}
-            self._ids, self._once = ids, list(by_id.values())
-        return self._once
-
-
-class ListedModules(nn.Module):
-    """A `torch.nn.Module` that returns its modules and parameters from lists, without recursion."""
-
-    module_walk: ModuleWalk
-
-    def _walk(self) -> ModuleWalk:
-        if not self.module_walk.is_current(self):
-            self.module_walk = ModuleWalk(list(super().named_modules(remove_duplicate=False)))
-        return self.module_walk
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As `torch.nn.Module.named_modules`."""
-        memo = set() if memo is None else memo
-        if not self.module_walk.is_current(self):
-            # Lazily: PEFT asks for the first module only, for each layer, while it adds modules
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-            self._walk()
-            return
-        for name, module in self.module_walk.modules:
-            if module in memo:
-                continue
-            if remove_duplicate:
-                memo.add(module)
-            yield f"{prefix}.{name}" if prefix and name else prefix or name, module
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As `torch.nn.Module.parameters`."""
-        if not recurse or not self.module_walk.is_current(self):
+        if not recurse:
             return super().parameters(recurse)
-        return iter(self.module_walk.parameters_once())
+        each = [p for module in list_modules(self) for p in module._parameters.values() if p is not None]
+        return iter(dict(zip(map(id, each), each, strict=True)).values())
 
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`; does nothing if all modules are in this mode already."""
-        modes = map(_MODE, self._walk().each)
-        if (mode is True and all(modes)) or (mode is False and not any(modes)):
-            return self
-        return super().train(mode)
-
-
-class CountedParameters(ListedModules, _TransformersModel):
-    """A base before a transformers model's class: caches `num_parameters` until a module changes."""
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As transformers' `num_parameters`."""
-        if only_trainable:
-            return super().num_parameters(only_trainable, exclude_embeddings)
-        cache = self._walk().n_parameters
-        if exclude_embeddings not in cache:
-            cache[exclude_embeddings] = super().num_parameters(exclude_embeddings=exclude_embeddings)
-        return cache[exclude_embeddings]
+        modes = {*map(attrgetter("training"), list_modules(self))}
+        return self if modes == {mode} else super().train(mode)
 
 
 @contextmanager
-def evaluation_mode(model: Walkable) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules in evaluation mode inside this context, ten times as fast as `eval()` and `train()`."""
-    training = [attributes for attributes in map(vars, model.modules()) if attributes.get("training")]
+    training = [attributes for attributes in map(vars, list_modules(model)) if attributes.get("training")]
     try:
         for attributes in training:
             attributes["training"] = False
@@ -243,15 +167,12 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 def has_peft_hooks(root: nn.Module) -> bool:
     """True if PEFT has hooks: they give each row of a batch its own adapter or task, or measure rows."""
-    left: list[nn.Module] = [root]
-    while left:  # a quarter of the time that `modules()` takes: this runs for every padded batch
-        module = left.pop()
+    for module in list_modules(root):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for hook in hooks.values():
                 function = hook.func if isinstance(hook, partial) else hook
                 if getattr(function, "__module__", "").startswith("peft."):
                     return True
-        left += [child for child in module._modules.values() if child is not None]
     return False
 
 

@@ -38,11 +38,11 @@ from unsloth_pack.losses.head import (
 )
 from unsloth_pack.losses.prepared import PreparedLoss, StepInputs
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules import CountedParameters, no_compile
+from unsloth_pack.modules import QuickWalks, no_compile
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 
 
-class FastCausalLM(CountedParameters):
+class FastCausalLM(QuickWalks):
     """Replaces the class of a transformers causal language model (`LlamaForCausalLM`, ...).
 
     Also of a model around a text model (`Gemma3ForConditionalGeneration`, ...), for rows of text alone.
@@ -61,6 +61,7 @@ class FastCausalLM(CountedParameters):
     logit_softcap: float | None
     training_loss: Loss | PreparedLoss
     has_checked_boundary_labels: bool
+    n_weights: int | None  # without embeddings, once they are counted
 
     @ForwardSlot
     @no_compile
@@ -308,6 +309,16 @@ class FastCausalLM(CountedParameters):
             inputs, kwargs = None, {**kwargs, **tokenized}
         theirs: Any = super()
         return theirs.generate(inputs, *args, **kwargs)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As transformers', but count once what its trainers ask for in every step, to estimate FLOP."""
+        theirs: Any = super()
+        if only_trainable or not exclude_embeddings:
+            n_weights: int = theirs.num_parameters(only_trainable, exclude_embeddings)
+            return n_weights
+        if self.n_weights is None:
+            self.n_weights = theirs.num_parameters(exclude_embeddings=True)
+        return self.n_weights
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse `generate_batch`, whose thread would log an error and answer nothing."""

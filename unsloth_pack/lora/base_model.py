@@ -7,6 +7,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from unsloth_pack.modules import list_modules
+
 _OFF = "_disable_adapters"  # PEFT's flag of a layer; `enable_adapters` sets it and freezes weights as well
 _OF_AN_ADAPTER = ("lora_", "modules_to_save", "trainable_tokens_")  # parts of the names of its weights
 
@@ -29,7 +31,7 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 
 def _list_adapted(model: nn.Module) -> list[nn.Module]:
-    modules = list(model.modules())  # checked by class: every module by itself would take a millisecond
+    modules = list_modules(model)  # checked by class: every module by itself would take a millisecond
     adapted = {k for k in {*map(type, modules)} if issubclass(k, BaseTunerLayer | AuxiliaryTrainingWrapper)}
     return [module for module in modules if type(module) in adapted]
 

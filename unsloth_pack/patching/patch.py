@@ -54,7 +54,7 @@ from unsloth_pack.lora.trained_tokens import FastTrainedTokens, trains_tokens
 from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.modules import ListedModules, ModuleWalk
+from unsloth_pack.modules import QuickWalks
 from unsloth_pack.patching.parts import (
     DecoderParts,
     mixers_by_layer,
@@ -275,7 +275,7 @@ def patch_model(
     if isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastSequenceClassification)
     if model is not base:
-        patch.swap(model, ListedModules, module_walk=ModuleWalk())
+        patch.swap(model, QuickWalks)
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[PATCH] = patch
     patch.install_hooks()
@@ -363,7 +363,7 @@ def _swap_causal_lm(
         logit_softcap=softcap,
         training_loss=cross_entropy,
         has_checked_boundary_labels=False,
-        module_walk=ModuleWalk(),
+        n_weights=None,
     )
 
 
