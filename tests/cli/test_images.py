@@ -109,8 +109,7 @@ def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
     assert left.ledger.images == sum(len(row) for row in left.rows["images"]) < whole.images
     assert left.ledger.tokens_read == left.ledger.tokens_truncated + sum(map(len, left.rows["labels"]))
     said = refused(capsys, flags(place, tmp_path / "out", "--max_seq_length", 30))
-    assert f"({left.ledger.rows_left_out} of them whole, as the cut would go through an image)" in said
-    assert "make images smaller with --shrink_images" in said
+    assert f"({left.ledger.rows_left_out} rows whole, for a cut goes through an image" in said
 
     rows[1]["images"] = ["gone.png"]
     data = write(tmp_path / "broken.jsonl", rows)

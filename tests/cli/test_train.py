@@ -118,10 +118,10 @@ def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, caps
     assert train(max_seq_length=100) == 2
     said = capsys.readouterr().err
     longest, share = (
-        int(re.search(r"raise --max_seq_length to (\d+)", said)[1]),
+        int(re.search(r"give --max_seq_length (\d+)", said)[1]),
         said.split("--max_token_loss "),
     )
-    assert "beyond --max_seq_length 100 in " in said
+    assert "beyond --max_seq_length 100, " in said
     assert not (tmp_path / "out").exists()
     assert train(max_seq_length=longest - 1, max_steps=1, max_token_loss=0) == 2
     assert train(max_seq_length=longest, max_steps=1, max_token_loss=0) == 0

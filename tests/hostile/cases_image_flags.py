@@ -73,7 +73,7 @@ ROWS = [
     ),
     row(
         {"images": ["a.png"]},
-        "would lose .* tokens, .* beyond --max_seq_length 13 in 1 rows",
+        "would lose .* tokens, .* beyond --max_seq_length 13, ",
         "no room at all",
         max_seq_length=13,
         shrink_images=True,

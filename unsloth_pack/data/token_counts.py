@@ -102,24 +102,15 @@ def check_token_loss(
     """
     if ledger.discarded <= max_token_loss:
         return
-    causes, smaller = [], ""
-    if ledger.tokens_truncated:
-        rows = f"{ledger.rows_truncated:,} rows"
-        causes.append(f"{ledger.tokens_truncated:,} beyond --max_seq_length {max_length} in {rows}")
+    cut = f"{ledger.tokens_truncated:,} beyond --max_seq_length {max_length}"
     if ledger.rows_left_out:
-        causes[0] += f" ({ledger.rows_left_out:,} of them whole, as the cut would go through an image)"
-        smaller = "make images smaller with --shrink_images, "
-    if ledger.tokens_dropped:
-        rows = f"{ledger.rows_fully_masked:,} rows in which no token counts"
-        causes.append(f"{ledger.tokens_dropped:,} in {rows}")
-    loses, way = "would lose", "raise --max_seq_length to"
-    if are_packed:
-        loses, way = "has lost", "pack it anew with --max_seq_length"
+        cut += f" ({ledger.rows_left_out:,} rows whole, for a cut goes through an image: --shrink_images)"
+    loses, way = ("has lost", "pack it anew with") if are_packed else ("would lose", "give")
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
-        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {way} "
-        f"{min(ledger.longest, n_positions)} (99 % of the rows have at most {ledger.p99}), {smaller}split "
-        f"long rows, or allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"
+        f"and --max_token_loss allows {max_token_loss:.2%}: {cut}, {ledger.tokens_dropped:,} in rows where "
+        f"no token counts; {way} --max_seq_length {min(ledger.longest, n_positions)} (99 % of the rows have "
+        f"at most {ledger.p99}), or --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"
     )
 
 
