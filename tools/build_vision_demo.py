@@ -27,7 +27,7 @@ from transformers import (
 
 from unsloth_pack import VisionDataCollator, patch_model
 from unsloth_pack.demo import VISION_MODEL_DIR
-from unsloth_pack.demo.evaluate import exact_match_of_pictures
+from unsloth_pack.demo.evaluate import exact_match
 from unsloth_pack.demo.pictures import (
     CELL,
     MOST_CELLS,
@@ -250,7 +250,7 @@ def train(
             losses.clear()
             print(f"step {step:5d}  loss {mean:.4f}  {time.perf_counter() - started:.0f} s", flush=True)
         if step % 500 == 0 or step == steps:
-            print(f"exact match {exact_match_of_pictures(model, processor, heldout).score:.3f}", flush=True)
+            print(f"exact match {exact_match(model, processor, heldout).score:.3f}", flush=True)
     patch.undo()
 
 
@@ -270,7 +270,7 @@ def main() -> None:
     train(model, processor, base_rows(seed=7), heldout, args.steps, args.batch)
 
     model = model.to(torch.bfloat16)
-    result = exact_match_of_pictures(model, processor, heldout)
+    result = exact_match(model, processor, heldout)
     for miss in [generation for generation in result.generations if generation.answer != generation.expected][
         :5
     ]:

@@ -10,7 +10,7 @@ from tools.build_vision_demo import caption_row
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
 from unsloth_pack.demo import VISION_DEMO_DEFAULTS, VISION_MODEL_DIR, pictures
-from unsloth_pack.demo.evaluate import exact_match_of_pictures as exact_match
+from unsloth_pack.demo.evaluate import exact_match
 from unsloth_pack.demo.pictures import DENSE, dense_row, heldout_scenes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

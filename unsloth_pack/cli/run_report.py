@@ -18,7 +18,7 @@ from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
 from unsloth_pack.data.token_counts import TokenLedger
-from unsloth_pack.demo.evaluate import ExactMatch, exact_match, exact_match_of_pictures
+from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import why_not_flat
@@ -64,9 +64,7 @@ def score_demo(
     if demo is None or not is_main_process():
         return None
     rows = load_rows(demo, "test").to_list()
-    if images is not None:
-        return exact_match_of_pictures(model, images.processor, rows)
-    return exact_match(model, tokenizer, rows)
+    return exact_match(model, tokenizer if images is None else images.processor, rows)
 
 
 def show_scores(before: ExactMatch, after: ExactMatch, console: Console, metrics: MetricsFile) -> None:

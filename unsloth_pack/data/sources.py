@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,19 @@ from unsloth_pack.data.rows import ColumnMapping
 from unsloth_pack.data.streaming import FileRows, IterableRows, Place, RawBlock, RowSource
 from unsloth_pack.data.text_files import plain_name
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
+from unsloth_pack.demo.pictures import dense_rows
+from unsloth_pack.demo.preferences import feedback_rows, preference_rows
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
 
-_DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
+_DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}  # by split; other demos have the same splits
+_DEMO_ROWS: dict[str, Callable[[str], list[dict[str, Any]]]] = {
+    "vision-demo": dense_rows,
+    "demo-preferences": preference_rows,
+    "demo-feedback": feedback_rows,
+}
 PACK_FILES = ("packs.json", "shard-00000.arrow")  # of a folder of packed rows: its manifest, its first rows
 _ARCHIVES = (".zip", ".lz4")  # which are not read, and so refused
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
@@ -74,25 +81,13 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
 
 def _find_local(dataset: str, split: str) -> list[Path] | datasets.Dataset | None:
     """The files, or the saved rows, that `dataset` names; None where it is no path and no demo."""
-    if dataset == "vision-demo":
+    if dataset == "demo" or dataset in _DEMO_ROWS:
         import datasets
 
-        from unsloth_pack.demo.pictures import SPLITS, dense_rows
-
-        _check_split("vision-demo", split, [*SPLITS])
-        return datasets.Dataset.from_list(dense_rows(split))
-    if dataset in ("demo-preferences", "demo-feedback"):
-        import datasets
-
-        from unsloth_pack.demo import preferences
-
-        _check_split(dataset, split, [*preferences.SPLITS])
-        is_paired = dataset == "demo-preferences"
-        make_rows = preferences.preference_rows if is_paired else preferences.feedback_rows
-        return datasets.Dataset.from_list(make_rows(split))
-    if dataset == "demo":
-        _check_split(dataset, split, list(_DEMO_FILES))
-        return [_DEMO_FILES[split]]
+        _check_split(dataset, split, [*_DEMO_FILES])
+        if dataset == "demo":
+            return [_DEMO_FILES[split]]
+        return datasets.Dataset.from_list(_DEMO_ROWS[dataset](split))
     path = Path(os.path.expanduser(dataset))
     if os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for names too long for a path
         return _load_saved(path, split) if _is_saved(path) else _files_of(path, split)

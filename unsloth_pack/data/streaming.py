@@ -274,7 +274,6 @@ class DocumentStream:
         vocab_size: token ids are below it.
         images: makes documents of rows with images; None where no row has any.
         check_text: refuses documents without images, of which one is called as its second argument says.
-        have_images: whether rows may have images, where the first rows have none and the model takes some.
 
     The ledger and the fingerprint are of the first rows, of one block at least of each part.
     """
@@ -290,9 +289,8 @@ class DocumentStream:
         chat_template: str | None,
         images: StreamedImages | None = None,
         check_text: Callable[[pa.Table, str], None] | None = None,
-        have_images: Callable[[datasets.Dataset], bool] | None = None,
     ):
-        self._images, self._check_text, self._have_images = images, check_text, have_images
+        self._images, self._check_text = images, check_text
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
@@ -346,10 +344,7 @@ class DocumentStream:
                         f"to {self._vocab_size - 1}; use the tokenizer of this model, or resize embeddings"
                     )
             except InputError as error:
-                hint = ""
-                if self._have_images is not None and self._have_images(rows):
-                    hint = "; the first rows have no images: if later ones do, give --image_folder"
-                raise InputError(f"{block.name}: {error}{hint}") from None
+                raise InputError(f"{block.name}: {error}") from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)

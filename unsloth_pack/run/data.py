@@ -23,7 +23,7 @@ from unsloth_pack.data.streaming import DocumentStream, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.images.prepared import without_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
 from unsloth_pack.packing.dataset import pack_documents
 from unsloth_pack.packing.model_columns import TEACHER_IDS
@@ -286,7 +286,6 @@ class _Builder:
             chat_template=training_template(self._tokenizer) if only_responses else None,
             images=StreamedImageRows(images, self._capacity, only_responses) if images else None,
             check_text=check_text,
-            have_images=holds_images if images is None and image_ids is not None else None,
         )
         unused = documents.unused_columns
         for number, data_set in enumerate(stream.data_sets):
