@@ -94,17 +94,17 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock an open folder until `descriptor` is closed, or the process ends; BlockingIOError if it is locked.
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open folder until `descriptor` is closed, or the process ends; False if it is locked already.
 
-    Returns False on a file system without such locks, such as some network file systems.
+    Returns None on a file system without such locks, such as some network file systems.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
-    except OSError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -123,11 +123,9 @@ def claimed(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     _claims.add(descriptor)
     try:
-        try:
-            _lock(descriptor)
-        except BlockingIOError:
+        if _lock(descriptor) is False:
             said = f"output_dir {str(folder)!r} is in use by another run; wait for its end, or name another"
-            raise InputError(said) from None
+            raise InputError(said)
         yield
     finally:
         for path in new:
@@ -252,9 +250,7 @@ def _is_left(aside: Path) -> bool:
     except OSError:  # it has gone, or is a link, which nobody here made
         return False
     try:
-        return _lock(descriptor)
-    except BlockingIOError:
-        return False
+        return _lock(descriptor) is True
     finally:
         os.close(descriptor)
 

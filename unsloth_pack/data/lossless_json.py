@@ -68,14 +68,19 @@ def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:
     """The same dataset, whose JSON texts are read by Python's own JSON module."""
-    exact = dataset.with_format(None)  # a copy that has its own types
-    exact.info.features = datasets.Features({name: _exact(kind) for name, kind in dataset.features.items()})
-    return exact
+    return read_as(dataset, datasets.Json, ExactJson())
 
 
-def _exact(feature: object) -> Any:
-    if isinstance(feature, dict):
-        return {name: _exact(inner) for name, inner in feature.items()}
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_exact(feature.feature))
-    return ExactJson() if isinstance(feature, datasets.Json) else feature
+def read_as(dataset: datasets.Dataset, kind: type[object], other: object) -> datasets.Dataset:
+    """The same dataset with `other` for each feature of a kind, also inside of lists and objects."""
+
+    def changed(feature: object) -> Any:
+        if isinstance(feature, dict):
+            return {name: changed(inner) for name, inner in feature.items()}
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return replace(feature, feature=changed(feature.feature))
+        return other if isinstance(feature, kind) else feature
+
+    copied = dataset.with_format(None)  # which has its own types
+    copied.info.features = datasets.Features(changed(dict(dataset.features)))
+    return copied

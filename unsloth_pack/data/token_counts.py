@@ -22,54 +22,36 @@ class TokenLedger:
 
     tokens_read + tokens_repeated = tokens_truncated + tokens_dropped + tokens_held_out + tokens_not_drawn
                 + tokens_masked_by_template + tokens_masked_at_boundaries + tokens_counted
-
-    Args:
-        rows_read, tokens_read: all that came in.
-        rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
-        rows_fully_masked, tokens_dropped: rows in which no token counts, and what truncation left of them.
-        tokens_masked_by_template: tokens outside of responses, in the rows that are trained on.
-        tokens_masked_at_boundaries: tokens that would count, but are the first of their document.
-        tokens_counted: tokens that count in the loss, which is a mean over them.
-        prompts_rerendered: rows that do not begin with the tokens of their prompt alone, which the model
-            gets when it generates; the loss starts at the first difference.
-        longest, p99: tokens of the longest row, and the 99th percentile over the rows, before truncation.
-        rows_split, tokens_split: rows that became several documents; these tokens are in other counts too.
-        rows_held_out, tokens_held_out: rows that are evaluated on, and so not trained on.
-        rows_not_drawn, tokens_not_drawn: rows that a mixture of data sets, or a limit, leaves out.
-        rows_repeated, tokens_repeated: rows that a mixture takes once more in a pass, each time that it does.
-        images, vision_tokens: of the documents that were made; these tokens are in the other counts too.
-        rows_shrunk, tokens_shrunk: rows whose images were made smaller to fit, and the tokens that this
-            saved, which are in no other count.
-        rows_broken: rows left out since an image cannot be read. They were not tokenised.
-        rows_left_out: those of `rows_truncated` whose cut would have gone through an image.
     """
 
-    rows_read: int
+    rows_read: int  # all that came in
     tokens_read: int
-    rows_truncated: int
+    rows_truncated: int  # cut at their end, and the tokens cut off
     tokens_truncated: int
-    rows_fully_masked: int
+    rows_fully_masked: int  # in which no token counts, and what truncation left of them
     tokens_dropped: int
-    tokens_masked_by_template: int
-    tokens_masked_at_boundaries: int
-    tokens_counted: int
+    tokens_masked_by_template: int  # outside of responses, in the rows that are trained on
+    tokens_masked_at_boundaries: int  # that would count, but are the first of their document
+    tokens_counted: int  # in the loss, which is a mean over them
+    # Rows that do not begin with the tokens of their prompt alone, which the model gets when it generates;
+    # the loss starts at the first difference
     prompts_rerendered: int
-    longest: int
+    longest: int  # tokens of a row before truncation, and the 99th percentile over the rows
     p99: int
-    rows_split: int = 0
+    rows_split: int = 0  # that became several documents; these tokens are in other counts too
     tokens_split: int = 0
-    rows_held_out: int = 0
+    rows_held_out: int = 0  # that are evaluated on, and so not trained on
     tokens_held_out: int = 0
-    rows_not_drawn: int = 0
+    rows_not_drawn: int = 0  # that a mixture of data sets, or a limit, leaves out
     tokens_not_drawn: int = 0
-    rows_repeated: int = 0
+    rows_repeated: int = 0  # that a mixture takes once more in a pass, each time that it does
     tokens_repeated: int = 0
-    images: int = 0
+    images: int = 0  # of the documents that were made; these tokens are in the other counts too
     vision_tokens: int = 0
-    rows_shrunk: int = 0
-    tokens_shrunk: int = 0
-    rows_broken: int = 0
-    rows_left_out: int = 0
+    rows_shrunk: int = 0  # whose images were made smaller to fit
+    tokens_shrunk: int = 0  # that this saved, which are in no other count
+    rows_broken: int = 0  # left out since an image cannot be read. They were not tokenised
+    rows_left_out: int = 0  # those of `rows_truncated` whose cut would have gone through an image
 
     @classmethod
     def of_all(cls, ledgers: Sequence[TokenLedger]) -> TokenLedger:

@@ -100,10 +100,6 @@ class SplitImages(ImageFamily):
 
     needed = ("do_image_splitting", "max_image_size", "do_resize")
 
-    @property
-    def most_pixels(self) -> int:
-        return int(self._processor.size["longest_edge"] ** 2)
-
     def saved(self) -> dict[str, object]:
         return {"image_seq_len": self._of_tile}
 
@@ -276,10 +272,6 @@ class PixtralImages(ImageFamily):
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
         patches = tokens * self._config.spatial_merge_size**2
         return patches, patches
-
-    @property
-    def most_pixels(self) -> int:
-        return int(self._processor.size["longest_edge"] ** 2)
 
     def saved(self) -> dict[str, object]:
         merge = self._config.spatial_merge_size

@@ -76,8 +76,8 @@ class ImageFamily(ABC):
 
     @property
     def most_pixels(self) -> int:
-        """Pixels above which an image is shrunk."""
-        raise NotImplementedError  # of families that do not shrink
+        """Pixels above which an image is shrunk; of a family that shrinks."""
+        return int(self._processor.size["longest_edge"] ** 2)
 
     @abstractmethod
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:

@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,18 +227,11 @@ def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.
 
 def _without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the same rows, with images as bytes and paths."""
-    import datasets
+    from datasets import Image
 
-    def undecoded(feature: Any) -> Any:
-        if isinstance(feature, dict):
-            return {name: undecoded(inner) for name, inner in feature.items()}
-        if isinstance(feature, datasets.List | datasets.LargeList):
-            return replace(feature, feature=undecoded(feature.feature))
-        return datasets.Image(decode=False) if isinstance(feature, datasets.Image) else feature
+    from unsloth_pack.data.lossless_json import read_as
 
-    plain = dataset.with_format(None)  # a copy with its own types
-    plain.info.features = datasets.Features(undecoded(dict(dataset.features)))
-    return plain
+    return read_as(dataset, Image, Image(decode=False))
 
 
 def decoded(
