@@ -175,3 +175,18 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Without a GPU, Triton's kernels run under its interpreter; caches of what can run are cleared."""
+    pytest.importorskip("triton")
+    from unsloth_pack.attention import choose_backend, why_unavailable
+
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", True)
+    yield
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()

@@ -16,6 +16,8 @@ import transformers
 from random_models import random_model, with_adapter
 from tiny import DEVICE, TINY, Outcome, exactly, routing, tiny_config
 
+from unsloth_pack import patch_model
+
 torch.backends.cudnn.allow_tf32 = False  # else towers in float32 cut their patches in TF32 on a GPU
 VOCABULARY = 300
 IMAGE, VIDEO, START, END = 299, 298, 297, 296
@@ -370,3 +372,9 @@ class Passes:
 
     def _count(self, *_):
         self.number += 1
+
+
+def patched(name, *args):
+    model = made(name, *args)
+    patch_model(model)
+    return model

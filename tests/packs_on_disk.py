@@ -3,7 +3,14 @@
 import hashlib
 import json
 
+import datasets
+import numpy as np
 import pyarrow as pa
+
+from unsloth_pack.data.token_counts import TokenLedger
+from unsloth_pack.packing import write_packs
+
+CAPACITY = 64
 
 
 def edit_manifest(folder, **values):
@@ -36,3 +43,21 @@ def flip_a_byte(path, place=0.5):
 def cut(path, keep=0.5):
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data))])
+
+
+def documents(n, longest=40, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, n)
+    ids = [rng.integers(0, 1000, length).tolist() for length in lengths]
+    return [{"input_ids": x, "labels": [-100, *x[1:]]} for x in ids]
+
+
+def write(folder, rows, **options):
+    lengths = [len(row["input_ids"]) for row in rows]
+    counted = sum(label != -100 for row in rows for label in row["labels"])
+    masked = sum(lengths) - counted
+    ledger = TokenLedger(
+        len(rows), sum(lengths), 0, 0, 0, 0, masked, 0, counted, 0, max(lengths), max(lengths)
+    )
+    options = {"capacity": CAPACITY, "tokenizer_hash": "a" * 64, "ledger": ledger, **options}
+    return write_packs(datasets.Dataset.from_list(rows), folder, **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from largest import Largest
 from tiny import DEVICE, error, tiny_config, tiny_model
+from written_out import written_out
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import (
@@ -43,22 +44,6 @@ OPTIONS = {
     "softcap and window": AttentionOptions(scale=0.5, softcap=2.0, window=7),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def written_out(q_NHD, k_NKD, v_NKD, lengths, options):
-    """Attention by its definition."""
-    groups = q_NHD.shape[1] // k_NKD.shape[1]
-    outs = []
-    for q, k, v in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        logits = torch.einsum("qhd,khd->hqk", q, k) * options.scale
-        if options.softcap is not None:
-            logits = options.softcap * torch.tanh(logits / options.softcap)
-        age = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
-        hidden = (age < 0) | (age >= (options.window or len(q)))
-        weights = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(outs)
 
 
 def output_and_gradients(function, tensors, grad):
@@ -149,19 +134,6 @@ def test_values_may_have_another_head_size(sizes, monkeypatch, interpreted):
     assert {"sdpa", "padded", "triton"} <= set(names)
     runs = {name: by_backend(name, options, 4) for name in names}
     assert_no_less_exact(lengths, options, [(4, size), (2, size), (2, size_of_v)], torch.float32, runs)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Without a GPU, Triton's kernels run under its interpreter; caches of what can run are cleared."""
-    pytest.importorskip("triton")
-    for cached in (why_unavailable, choose_backend):
-        cached.cache_clear()
-    if DEVICE == "cpu":
-        monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", True)
-    yield
-    for cached in (why_unavailable, choose_backend):
-        cached.cache_clear()
 
 
 WITH_TRITON = OPTIONS | {"window of all but one": AttentionOptions(scale=0.2, window=128)}

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_attention import interpreted  # noqa: F401
-from test_branches import FORESTS, OPTIONS, written_out_by_path
 from tiny import DEVICE, error
+from written_out import BRANCHED_OPTIONS, FORESTS, written_out_by_path
 
 from unsloth_pack.attention import BACKENDS, AttentionNeed, AttentionOptions, attend, why_unavailable
 from unsloth_pack.packed_row.row import PackedRow
@@ -37,12 +36,12 @@ def assert_right(lengths, parent, options, name, dtype=torch.float64, size=16, s
 def test_a_backend_that_knows_no_branches_leaves_them_to_another(monkeypatch):
     xformers = replace(BACKENDS["xformers"], why_unavailable=lambda need: None, needs_trial=False)
     monkeypatch.setitem(BACKENDS, "xformers", xformers)
-    assert_right(*FORESTS["deep"], OPTIONS["softcap and window"], "xformers")
+    assert_right(*FORESTS["deep"], BRANCHED_OPTIONS["softcap and window"], "xformers")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", BRANCHED_OPTIONS.values(), ids=BRANCHED_OPTIONS)
 @pytest.mark.parametrize("forest", ["one level", "deep"])
-def test_triton_attends_over_a_row_that_branches(forest, options, interpreted):  # noqa: F811
+def test_triton_attends_over_a_row_that_branches(forest, options, interpreted):
     assert_right(*FORESTS[forest], options, "triton", torch.float32, slack=2)
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_attention import written_out
-from test_door import asked_by_trl
 from tiny import DEVICE, error, random_documents, tiny_model
+from trainer_runs import asked_by_trl
+from written_out import BRANCHED_OPTIONS, FORESTS, path_of, written_out_by_path
 
 from unsloth_pack import LeakFound, patch_model, probe, verify
-from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, sdpa
+from unsloth_pack.attention import BACKENDS, attend, sdpa
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row import describe
@@ -22,36 +22,8 @@ from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.prefixes import group_by_prefix
 from unsloth_pack.packed_row.row import PackedRow
 
-FORESTS = {  # lengths and parents
-    "one level": ((9, 1, 5, 7, 4, 3), (-1, 0, 0, 0, -1, -1)),
-    "two prefixes": ((1, 2, 3, 30, 17, 17, 16), (-1, 0, 0, -1, 3, 3, 3)),
-    "deep": ((5, 3, 4, 2, 6, 7, 1), (-1, 0, 1, 1, 0, -1, 5)),
-    "long": ((300, 290, 40, 7, 280), (-1, 0, 0, -1, 3)),
-}
-OPTIONS = {
-    "plain": AttentionOptions(scale=0.2),
-    "window": AttentionOptions(scale=0.2, window=6),
-    "softcap and window": AttentionOptions(scale=0.5, softcap=2.0, window=11),
-    "softcap": AttentionOptions(scale=0.5, softcap=2.0),
-}
 
-
-def path_of(segment, parent):
-    """The segments from the root down to one."""
-    return [] if segment < 0 else [*path_of(parent[segment], parent), segment]
-
-
-def written_out_by_path(q, k, v, lengths, parent, options):
-    """Attention of every path from a root by its definition; of each the outputs of the last segment."""
-    parts, outs = [x.split(lengths) for x in (q, k, v)], []
-    for segment in range(len(lengths)):
-        path = path_of(segment, parent)
-        qkv = (torch.cat([part[s] for s in path]) for part in parts)
-        outs.append(written_out(*qkv, [sum(lengths[s] for s in path)], options)[-lengths[segment] :])
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", BRANCHED_OPTIONS.values(), ids=BRANCHED_OPTIONS)
 @pytest.mark.parametrize("forest", FORESTS.values(), ids=FORESTS)
 def test_a_branch_attends_to_its_ancestors_and_itself(forest, options):
     lengths, parent = forest

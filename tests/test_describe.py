@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
+from tiny import every_description, positions_of
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.forward_call import check_labels, refuse_counted_labels, take_row
@@ -23,40 +24,6 @@ def row_of(shape, labels=None, counted=False, **descriptions):
         if counted:
             refuse_counted_labels(row, labels, False, -100)
     return row
-
-
-def positions_of(lengths):
-    return torch.cat([torch.arange(length) for length in lengths])
-
-
-def every_description(lengths):
-    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return {
-        "packed_seq_lengths": {"packed_seq_lengths": list(lengths)},
-        "lengths as a tensor": {"packed_seq_lengths": torch.tensor(lengths)},
-        "trl 1.15": {"position_ids": positions_of(lengths)[None]},
-        "with trl's column": {
-            "position_ids": positions_of(lengths)[None],
-            "seq_lengths": [list(lengths[:1]), list(lengths[1:])],  # two examples joined to one row
-        },
-        "trl's column alone": {"seq_lengths": torch.tensor(lengths)[None]},
-        "trl 1.16": {
-            "position_ids": positions_of(lengths)[None],
-            "cu_seq_lens_q": cu,
-            "cu_seq_lens_k": cu,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
-        },
-        "cu_seq_lens alone": {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu},
-        "seq_idx alone": {
-            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-        },
-        "with an all-ones mask": {
-            "position_ids": positions_of(lengths)[None],
-            "attention_mask": torch.ones(1, sum(lengths)),
-        },
-    }
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,10 +9,9 @@ from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
 from model_folder import byte_tokenizer
 from tiny import DEVICE, error, random_documents, tiny_config, tiny_model
-from trainer_runs import PACKING, ROWS, arguments
+from trainer_runs import PACKING, ROWS, arguments, asked_by_trl, base_of
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.losses.head import LabelledHead
@@ -21,7 +20,6 @@ from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 260  # of the tokenizer that the trainers get
-FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def row(documents, labels=None):
@@ -41,10 +39,6 @@ def patched(arch="qwen3", dtype=torch.float32, adapter=True):
             parameter.requires_grad_(True)
     patch_model(model)
     return model
-
-
-def base_of(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def sft(model, tmp_path, **options):
@@ -92,11 +86,6 @@ def test_trls_trainer_describes_a_row_once(
 
 
 # What TRL asks for
-
-
-def asked_by_trl(model, fields=FIELDS, **options):
-    add_fused_lm_head(base_of(model), outputs=fields, **options)
-    return base_of(model)
 
 
 def scores_and_gradients(model, weights, forward=None, **inputs):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tables import table
-from tiny import DEVICE, error, random_documents, tiny_config
+from tiny import DEVICE, error, tiny_config
+from tiny_experts import EVERY_LAYER, adapted, base, logits
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack import patch_model
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
@@ -21,18 +22,6 @@ SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 ATTENTION = {f"layers.{i}.self_attn.{name}" for i in (0, 1) for name in SEVEN[:4]}
 STACKS = {f"layers.{i}.mlp.experts{inner}" for i in (0, 1) for inner in ("", ".base_layer")}
 DENSE = {f"layers.1.mlp.{name}" for name in SEVEN[4:]}
-EVERY_LAYER = dict(mlp_only_layers=[])  # as in Qwen3-30B-A3B
-
-
-def base(**overrides):
-    torch.manual_seed(0)
-    config = tiny_config("qwen3_moe", **overrides)
-    return AutoModelForCausalLM.from_config(config).requires_grad_(False).to(DEVICE)
-
-
-def adapted(model, targets, **options):
-    patch_model(model)
-    return FastLanguageModel.get_peft_model(model, r=3, lora_alpha=5, target_modules=targets, **options)
 
 
 def places(model):
@@ -206,13 +195,6 @@ def trained(request, tmp_path_factory):
             weight.data = (0.2 * torch.randn(weight.shape, generator=generator)).to(DEVICE)
     model.save_pretrained(folder / "adapter")
     return folder, model, logits(model)
-
-
-def logits(model):
-    model.eval()
-    (ids,) = random_documents([23])
-    with torch.no_grad():
-        return model(input_ids=ids[None].to(DEVICE), use_cache=False).logits
 
 
 def test_files_go_to_plain_peft_and_come_back(trained, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE, error, random_documents, tiny_model
+from tiny_mlp import FEATURES, MLP, TOKENS, inputs, outcome
 from torch import nn
-from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
@@ -17,29 +17,7 @@ from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-WIDTH, FEATURES, TOKENS = 64, 192, 300
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
-
-
-class MLP(nn.Module):
-    def __init__(self, joined=False, bias=False, activation="silu"):
-        super().__init__()
-        self.activation = activation
-        if joined:
-            self.gate_up_proj = nn.Linear(WIDTH, 2 * FEATURES, bias=bias)
-        else:
-            self.gate_proj, self.up_proj = (nn.Linear(WIDTH, FEATURES, bias=bias) for _ in range(2))
-        self.down_proj = nn.Linear(FEATURES, WIDTH, bias=bias)
-
-    @property
-    def inner(self):
-        return [self.gate_up_proj] if hasattr(self, "gate_up_proj") else [self.gate_proj, self.up_proj]
-
-    def forward(self, x):
-        outputs = [layer(x) for layer in self.inner]
-        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 def adapted(dtype, joined=False, bias=False, convert=lambda mlp: mlp):
@@ -57,24 +35,6 @@ def adapted(dtype, joined=False, bias=False, convert=lambda mlp: mlp):
     return peft_model.to(DEVICE).train()
 
 
-def inputs(dtype):
-    generator = torch.Generator().manual_seed(2)
-    x, g = (torch.randn(1, TOKENS, WIDTH, generator=generator).bfloat16() for _ in range(2))
-    return x.to(DEVICE, dtype), g.to(DEVICE, dtype)
-
-
-def outcome(peft_model, run, x, g, again=False):
-    x = x.clone().requires_grad_()
-    y = run(x)
-    trained = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
-    if again:
-        torch.autograd.grad(y, [x, *trained.values()], g, retain_graph=True)
-    grads = torch.autograd.grad(y, [x, *trained.values()], g)
-    assert all(p.dtype == grad.dtype for p, grad in zip([x, *trained.values()], grads, strict=True))
-    named = dict(zip(["y", "x", *trained], [y.detach(), *grads], strict=True))
-    return {name: value.double() for name, value in named.items()}
-
-
 def fused(peft_model, keep):
     mlp = peft_model.get_base_model()
     for layer in [*mlp.inner, mlp.down_proj]:
@@ -82,9 +42,9 @@ def fused(peft_model, keep):
     return lambda x: gated_mlp(x, mlp.inner, mlp.down_proj, "silu", keep)
 
 
-def judge(make, dtype, run_of, again=False):
+def judge(make, dtype, run_of, again=False, n_tokens=TOKENS):
     """Against float64, beside the error of PEFT's own layers in the same dtype."""
-    x, g = inputs(dtype)
+    x, g = inputs(dtype, n_tokens)
     exact = make(torch.float64)
     truth = outcome(exact, exact, x.double(), g.double())
     plain_model, model = make(dtype), make(dtype)
@@ -108,12 +68,11 @@ def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
 
 def test_many_tiles_sum_to_exact_gradients(monkeypatch):
     monkeypatch.setattr(module, "_TILE", 128 * FEATURES)
-    monkeypatch.setitem(globals(), "TOKENS", 60 * 128)
 
     def with_biases(dtype):  # the gradient of down's is a plain sum
         return adapted(dtype, bias=True)
 
-    judge(with_biases, torch.bfloat16, lambda model: fused(model, keep=False))
+    judge(with_biases, torch.bfloat16, lambda model: fused(model, keep=False), n_tokens=60 * 128)
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from recorded_graphs import record_graphs
+from recorded_graphs import graphs_of, lengths_of, record_graphs
 from tables import table
-from tiny import TINY, error, random_documents, tiny_model
+from tiny import TINY, error, patched, random_documents, tiny_model
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -37,11 +37,6 @@ def is_routed(name):
     return any("expert" in field for field in TINY[name])
 
 
-def lengths_of(step):
-    """Rows of one shape: about 200 tokens in documents that change."""
-    return [[90, 60, 45], [120, 1, 80], [30, 31, 33, 100], [64, 136], [100, 95]][step % 5]
-
-
 def pair(arch="qwen3", adapter=torch.bfloat16, **overrides):
     """The same patched model twice: one may capture, the other may not."""
     models = []
@@ -57,16 +52,6 @@ def pair(arch="qwen3", adapter=torch.bfloat16, **overrides):
         graphs.why_never = why_never
         models.append(model)
     return models
-
-
-def patched(**options):
-    model = tiny_model("llama", device="cpu", **options)
-    patch_model(model)
-    return model
-
-
-def graphs_of(model):
-    return model.get_base_model().model.step_graphs
 
 
 def loss_of(model, step, seed=None, **asked):

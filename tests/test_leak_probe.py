@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
-from tiny import random_documents, tiny_model
+from tiny import patched, random_documents
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -21,12 +21,6 @@ ROW = {
     "labels": torch.cat(random_documents(LENGTHS))[None],
     "packed_seq_lengths": LENGTHS,
 }
-
-
-def patched(arch="llama", **overrides):
-    model = tiny_model(arch, device="cpu", **overrides)
-    patch_model(model)
-    return model.train()
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import pytest
 import torch
 from correctness.judge import Draw, judge_as_few, on_the_same_row
 from peft import get_peft_model
-from test_describe import every_description, positions_of
 from tiny import (
     DEVICE,
     TINY,
     error,
+    every_description,
+    positions_of,
     random_documents,
     run_alone,
     run_packed,

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_unpadding import find_batch, gradients
-from tiny import DEVICE, random_documents, tiny_config, tiny_model
+from tiny import DEVICE, find_batch, gradients, random_documents, tiny_config, tiny_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel

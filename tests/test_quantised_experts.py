@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from peft import PeftModel
-from test_expert_targets import EVERY_LAYER, adapted, base, logits
 from tiny import DEVICE, error, random_documents, run_packed
+from tiny_experts import EVERY_LAYER, adapted, base, logits
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_bitsandbytes_available
 

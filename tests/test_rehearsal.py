@@ -7,12 +7,14 @@ import weakref
 
 import pytest
 import torch
-from test_leak_probe import ROW, patched
-from tiny import random_documents
+from tiny import patched, random_documents
 
 from unsloth_pack.kernels import launch
 from unsloth_pack.kernels.launch import compile_in_parallel
 from unsloth_pack.layers import kernel_warmup
+
+IDS = torch.cat(random_documents([9, 14, 5]))[None]
+ROW = {"input_ids": IDS, "labels": IDS, "packed_seq_lengths": [9, 14, 5]}
 
 
 @pytest.fixture

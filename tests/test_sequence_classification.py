@@ -8,10 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_graph import graphs_of, lengths_of
-from test_unpadding import ARCHITECTURES, PAD, find_batch, gradients, sequence_classifier
-from tiers import COVER
-from tiny import DEVICE, error, exactly, random_documents, tiny_config
+from recorded_graphs import graphs_of, lengths_of
+from tiers import ARCHITECTURES, COVER
+from tiny import (
+    DEVICE,
+    error,
+    exactly,
+    find_batch,
+    gradients,
+    random_documents,
+    sequence_classifier,
+    tiny_config,
+)
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -36,7 +44,7 @@ TARGETS = {
 
 def classifier(arch="llama", n_labels=N_LABELS, **overrides):
     """A model of transformers in float64 whose weights depend on the arguments alone."""
-    config = tiny_config(arch, **{"pad_token_id": PAD, "num_labels": n_labels, **overrides})
+    config = tiny_config(arch, **{"pad_token_id": 0, "num_labels": n_labels, **overrides})
     torch.manual_seed(0)
     model = sequence_classifier(config)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     model.config._experts_implementation = "eager"
@@ -104,8 +112,8 @@ def test_losses_are_those_of_transformers_over_a_padded_batch(problem):
 def test_rows_with_padding_and_texts_that_end_with_the_padding_token():
     """A text whose EOS pads too is answered before it, and one of padding alone at its first token."""
     documents = random_documents([6, 4, 3, 5, 2])
-    documents[1][2:] = PAD
-    documents[4][:] = PAD
+    documents[1][2:] = 0
+    documents[4][:] = 0
     expected = alone(classifier(), documents)
     rows = [torch.cat(documents[:2]), torch.cat(documents[2:])]
     tails = [torch.full((12 - len(row),), 7) for row in rows]  # padding need not be `pad_token_id`

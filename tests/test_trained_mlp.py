@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from test_gated_mlp import ACTIVATIONS, MLP, TOKENS, WIDTH, outcome
-from test_gated_mlp import inputs as packed_inputs
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+from tiny_mlp import ACTIVATIONS, MLP, TOKENS, WIDTH, outcome
+from tiny_mlp import inputs as packed_inputs
 
 from unsloth_pack import patch_model
 from unsloth_pack.layers.trained_mlp import trained_gated_mlp, trains_fused

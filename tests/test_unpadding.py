@@ -9,58 +9,41 @@ from functools import partial
 import pytest
 import torch
 from correctness.judge import Draw, judge_as_few
-from test_door import asked_by_trl
-from tiers import COVER
+from tiers import ARCHITECTURES, COVER
 from tiny import (
     DEVICE,
     Outcome,
     exactly,
+    find_batch,
+    gradients,
     random_documents,
     routing,
     run_alone,
+    sequence_classifier,
     tiny_config,
     tiny_model,
 )
-from torch.nn.utils.rnn import pad_sequence
+from trainer_runs import asked_by_trl
 from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
 )
-from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.launch import HostCopy
 
-ARCHITECTURES = list(supported_architectures())
 LENGTHS = [5, 40, 1, 17, 30]
 N_ANSWERS = 64
+PAD = 0
 SIDES = ["left", "right"]
 ON_EACH_SIDE = [  # every day each architecture on one side
     pytest.param(arch, side, marks=[] if i % 2 == j else [pytest.mark.nightly])
     for i, arch in enumerate((*COVER, *sorted({*ARCHITECTURES} - {*COVER})))
     for j, side in enumerate(SIDES)
 ]
-PAD = 0
-
-
-def padded(documents, side, value=PAD):
-    """`[B, T]` of documents, on the device."""
-    return pad_sequence(documents, batch_first=True, padding_value=value, padding_side=side).to(DEVICE)
-
-
-def find_batch(documents, side, filler=None):
-    """A batch whose loss is that of every row alone; `filler` seeds random ids in the padding."""
-    ids, mask = padded(documents, side), padded([torch.ones_like(d) for d in documents], side)
-    labels = ids.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)
-    if filler is not None:
-        noise = torch.randint(3, 256, ids.shape, generator=torch.Generator().manual_seed(filler))
-        ids = torch.where(mask == 1, ids, noise.to(DEVICE))
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def absolute_positions(arch, batch):
@@ -79,10 +62,6 @@ def patched(arch="llama", dtype=torch.float32, **options):
 
 def decoder_of(model):
     return getattr(model, "get_base_model", lambda: model)().get_decoder()
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture
@@ -161,15 +140,6 @@ def test_every_output_has_the_shape_of_the_batch_and_zeros_in_padding(asked, sid
     assert outs[0].shape[:2] == labels.shape
     assert torch.equal(outs[0][mask], outs[1][0])
     assert not outs[0][~mask].any()
-
-
-def sequence_classifier(config):
-    """transformers' class, or where it has none one that is made as it makes the others."""
-    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    pretrained = MODEL_MAPPING[type(config)].__bases__[0]
-    name = pretrained.__name__.replace("PreTrainedModel", "ForSequenceClassification")
-    return type(name, (GenericForSequenceClassification, pretrained), {})
 
 
 def with_answers(auto_class, arch="llama", dtype=torch.float32, **overrides):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_describe import positions_of
-from tiny import TINY, random_documents, tiny_config, tiny_model
+from tiny import TINY, patched, positions_of, random_documents, tiny_config, tiny_model
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -38,12 +37,6 @@ FIVE = [document.tolist() for document in random_documents([9, 1, 14, 40, 3])]
 DAILY = ("gemma4_text", "gpt_oss", "olmoe", "lfm2", "qwen3_5_text", "phi3")  # windows, sinks, experts, states
 LEAKS = {"leak into logits", "leak into gradients", "leak into trained gradients"}
 AND_ALONE = {"leak into logits", "leak into gradients", "logits against alone"}
-
-
-def patched(arch="llama", dtype=torch.float32, **overrides):
-    model = tiny_model(arch, dtype, device="cpu", **overrides)
-    patch_model(model)
-    return model
 
 
 def plain(arch="llama", **options):

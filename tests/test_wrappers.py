@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from test_door import asked_by_trl
 from tiny import DEVICE, MIXED_LENGTHS, error, random_documents, tiny_config
+from trainer_runs import asked_by_trl
 
 from unsloth_pack import FastLanguageModel, patch_model, verify
 from unsloth_pack.errors import InputError

@@ -11,9 +11,16 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
-from unsloth_pack import supported_architectures
+from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules import train_only
@@ -61,6 +68,13 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
         base.config._experts_implementation = "eager"
     model = with_lora(base, lora).to(device).train()
     model.load_state_dict(weights)
+    return model
+
+
+def patched(arch="llama", dtype=torch.float32, **overrides):
+    """A patched `tiny_model` on the CPU."""
+    model = tiny_model(arch, dtype, "cpu", **overrides)
+    patch_model(model)
     return model
 
 
@@ -223,3 +237,65 @@ def _experts_a_token(block):
 def error(got, truth):
     """Relative error in the Frobenius norm; NaN never passes a comparison."""
     return float((got - truth).detach().norm() / truth.detach().norm().clamp(min=1e-30))
+
+
+def positions_of(lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def every_description(lengths):
+    cu = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    return {
+        "packed_seq_lengths": {"packed_seq_lengths": list(lengths)},
+        "lengths as a tensor": {"packed_seq_lengths": torch.tensor(lengths)},
+        "trl 1.15": {"position_ids": positions_of(lengths)[None]},
+        "with trl's column": {
+            "position_ids": positions_of(lengths)[None],
+            "seq_lengths": [list(lengths[:1]), list(lengths[1:])],  # two examples joined to one row
+        },
+        "trl's column alone": {"seq_lengths": torch.tensor(lengths)[None]},
+        "trl 1.16": {
+            "position_ids": positions_of(lengths)[None],
+            "cu_seq_lens_q": cu,
+            "cu_seq_lens_k": cu,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
+        },
+        "cu_seq_lens alone": {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu},
+        "seq_idx alone": {
+            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        },
+        "with an all-ones mask": {
+            "position_ids": positions_of(lengths)[None],
+            "attention_mask": torch.ones(1, sum(lengths)),
+        },
+    }
+
+
+def padded(documents, side, value=0):
+    """`[B, T]` of documents, on the device."""
+    return pad_sequence(documents, batch_first=True, padding_value=value, padding_side=side).to(DEVICE)
+
+
+def find_batch(documents, side, filler=None):
+    """A batch whose loss is that of every row alone; `filler` seeds random ids in the padding."""
+    ids, mask = padded(documents, side), padded([torch.ones_like(d) for d in documents], side)
+    labels = ids.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)
+    if filler is not None:
+        noise = torch.randint(3, 256, ids.shape, generator=torch.Generator().manual_seed(filler))
+        ids = torch.where(mask == 1, ids, noise.to(DEVICE))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sequence_classifier(config):
+    """transformers' class, or where it has none one that is made as it makes the others."""
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    pretrained = MODEL_MAPPING[type(config)].__bases__[0]
+    name = pretrained.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+    return type(name, (GenericForSequenceClassification, pretrained), {})

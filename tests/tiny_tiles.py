@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from image_models import PATCH, SIDE, TEXTS, TOWERS
 from tiny import tiny_config
-from tiny_vision import model_of
+from tiny_vision import asked, model_of, picture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -226,3 +227,30 @@ def _without_torchvision():
         mock.patch.object(processing_smolvlm, "num2words", object()),
     ):
         yield
+
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+ROWS = [
+    asked(picture(30, 70), "what is it?"),  # an image first, and the only one
+    asked("no image\n\nat all", answer="None."),
+    asked("look: ", picture(40, 90, 1), picture(16, 16, 2), " and", picture(33, 12, 3), answer="Three."),
+    asked(picture(5, 20, 4), answer="x"),
+    asked("an image last ", picture(90, 20, 5)),
+]
+
+
+def images_of(row):
+    return [part["image"] for part in row["messages"][0]["content"] if part["type"] == "image"]
+
+
+def alone(oracle, row):
+    """A document as transformers' own processor makes it: every turn in parts, all images in one list."""
+    turns = [
+        turn
+        if isinstance(turn["content"], list)
+        else turn | {"content": [{"type": "text", "text": turn["content"]}]}
+        for turn in row["messages"]
+    ]
+    text = oracle.tokenizer.apply_chat_template(turns, tokenize=False)
+    images = {"images": [images_of(row)]} if images_of(row) else {}
+    return oracle(text=[text], return_tensors="pt", **images)

@@ -2,6 +2,7 @@
 
 import torch
 from tiny import DEVICE
+from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel
 
@@ -46,3 +47,15 @@ def arguments(tmp_path, **options):
     given |= {"use_cpu": DEVICE == "cpu", "bf16": False, "disable_tqdm": True, "logging_steps": 1}
     given |= {"save_strategy": "no", "gradient_checkpointing": False, "logging_nan_inf_filter": False}
     return given | options
+
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def asked_by_trl(model, fields=FIELDS, **options):
+    add_fused_lm_head(base_of(model), outputs=fields, **options)
+    return base_of(model)

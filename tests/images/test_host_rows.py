@@ -6,8 +6,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from device_reads import counted_reads
-from test_tiles import ROWS
-from tiny_tiles import tile_model, tile_processor
+from tiny_tiles import ROWS, tile_model, tile_processor
 from tiny_vision import vision_model, vision_processor
 
 from unsloth_pack import InputError, VisionDataCollator, patch_model

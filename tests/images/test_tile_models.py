@@ -5,8 +5,17 @@ import shutil
 
 import pytest
 import torch
-from test_tiles import ROWS, alone, each_family
-from tiny_tiles import FAMILIES, save_tile_model, theirs, tile_model, tile_processor, tile_tokenizer
+from tiny_tiles import (
+    FAMILIES,
+    ROWS,
+    alone,
+    each_family,
+    save_tile_model,
+    theirs,
+    tile_model,
+    tile_processor,
+    tile_tokenizer,
+)
 from tiny_vision import asked, picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 

@@ -5,22 +5,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import error
-from tiny_tiles import FAMILIES, theirs, tile_config, tile_processor, tile_tokenizer
-from tiny_vision import asked, picture
+from tiny_tiles import ROWS, alone, each_family, theirs, tile_config, tile_processor, tile_tokenizer
+from tiny_vision import picture
 
 from unsloth_pack import InputError, VisionDataCollator
 from unsloth_pack.images.families import make_image_family
 from unsloth_pack.images.reading import ImageSource
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds
-
-each_family = pytest.mark.parametrize("name", FAMILIES)
-ROWS = [
-    asked(picture(30, 70), "what is it?"),  # an image first, and the only one
-    asked("no image\n\nat all", answer="None."),
-    asked("look: ", picture(40, 90, 1), picture(16, 16, 2), " and", picture(33, 12, 3), answer="Three."),
-    asked(picture(5, 20, 4), answer="x"),
-    asked("an image last ", picture(90, 20, 5)),
-]
 
 
 def test_what_stands_around_an_image_may_merge_with_its_marks():
@@ -29,23 +20,6 @@ def test_what_stands_around_an_image_may_merge_with_its_marks():
     assert (
         tile_tokenizer("gemma3").decode(tokens[begin - 1]) == "\n\n\n"
     )  # the template's and two of the image
-
-
-def images_of(row):
-    return [part["image"] for part in row["messages"][0]["content"] if part["type"] == "image"]
-
-
-def alone(oracle, row):
-    """A document as transformers' own processor makes it: every turn in parts, all images in one list."""
-    turns = [
-        turn
-        if isinstance(turn["content"], list)
-        else turn | {"content": [{"type": "text", "text": turn["content"]}]}
-        for turn in row["messages"]
-    ]
-    text = oracle.tokenizer.apply_chat_template(turns, tokenize=False)
-    images = {"images": [images_of(row)]} if images_of(row) else {}
-    return oracle(text=[text], return_tensors="pt", **images)
 
 
 @each_family

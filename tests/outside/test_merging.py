@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from model_folder import save_model
-from outside_models import DEVICE
+from outside_models import DEVICE, IDS, logits
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from transformers import AutoModelForCausalLM
@@ -18,9 +18,6 @@ from unsloth_pack import FastLanguageModel, InputError, patch_model
 from unsloth_pack.cli import main
 
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
-IDS = torch.tensor(
-    [[3, 40, 4, 5, 99, 7, 257, 3, 200, 4, 31, 5, 6, 12, 5, 90]]
-)  # with the tokens trained below
 
 
 class Case(NamedTuple):
@@ -152,14 +149,6 @@ def train(model):
             if parameter.requires_grad:
                 parameter.add_(0.15 * torch.randn_like(parameter))
     return model
-
-
-def logits(model):
-    model.eval()
-    for module in model.modules():  # bitsandbytes packs weights anew, and rounds, in inference on some CPUs
-        module.training = type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
-    with torch.no_grad():
-        return model(input_ids=IDS.to(model.device)).logits.double().cpu()
 
 
 def reloaded(folder):

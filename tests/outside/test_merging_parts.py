@@ -3,9 +3,8 @@
 import pytest
 import torch
 from model_folder import save_model
-from outside_models import DEVICE
+from outside_models import DEVICE, logits
 from peft import PeftModel
-from test_merging import logits
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import FastLanguageModel, InputError

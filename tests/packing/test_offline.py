@@ -4,26 +4,11 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
+from packs_on_disk import CAPACITY, cut, documents, edit_manifest, flip_a_byte, rewrite, write
 from tables import table
-from test_pack_dataset import documents, quiet  # noqa: F401
 
-from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing import find_packs, pack_dataset, read_manifest, read_packs, write_packs
-
-CAPACITY = 64
-
-
-def write(folder, rows, **options):
-    lengths = [len(row["input_ids"]) for row in rows]
-    counted = sum(label != -100 for row in rows for label in row["labels"])
-    masked = sum(lengths) - counted
-    ledger = TokenLedger(
-        len(rows), sum(lengths), 0, 0, 0, 0, masked, 0, counted, 0, max(lengths), max(lengths)
-    )
-    options = {"capacity": CAPACITY, "tokenizer_hash": "a" * 64, "ledger": ledger, **options}
-    return write_packs(datasets.Dataset.from_list(rows), folder, **options)
+from unsloth_pack.packing import find_packs, pack_dataset, read_manifest, read_packs
 
 
 def read(folder):

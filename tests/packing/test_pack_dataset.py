@@ -3,17 +3,11 @@
 import datasets
 import numpy as np
 import pytest
+from packs_on_disk import documents
 from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import pack_dataset, plan_packs
-
-
-def documents(n, longest=40, seed=0):
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, longest + 1, n)
-    ids = [rng.integers(0, 1000, length).tolist() for length in lengths]
-    return [{"input_ids": x, "labels": [-100, *x[1:]]} for x in ids]
 
 
 def unpacked(packed):
@@ -27,13 +21,6 @@ def unpacked(packed):
 
 def as_set(rows):
     return sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in rows)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "ffd", "first_fit", "next_fit"])

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from packs_on_disk import edit_manifest
-from test_offline import documents, quiet, read_packs, write  # noqa: F401
+from packs_on_disk import documents, edit_manifest, write
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing import read_manifest
+from unsloth_pack.packing import read_manifest, read_packs
 from unsloth_pack.packing.model_columns import TEACHER_COLUMNS, PackedTeacher
 
 K = 3

@@ -1,11 +1,9 @@
 """Two processes, one of them with a row without images: both end, with the mean of their gradients."""
 
 import torch
-from image_models import GRIDS, MODELS, documents, labels_of, lengths_of, made, row_of
+from image_models import GRIDS, MODELS, documents, labels_of, lengths_of, patched, row_of
 from torch.nn.parallel import DistributedDataParallel
 from warm import in_two_processes
-
-from unsloth_pack import patch_model
 
 CASES = [(name, "aligner") for name in MODELS]
 CASES += [("qwen3_vl", "tower"), ("idefics3", "tower")]
@@ -22,12 +20,6 @@ def rows_of(name, model):
     return rows
 
 
-def patched(name, trained):
-    model = made(name, torch.float32, trained)
-    patch_model(model)
-    return model
-
-
 def gradients(model):
     return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
@@ -35,7 +27,7 @@ def gradients(model):
 def train(rank, folder):
     """Two steps of every model, so that one whose gradients did not all come is found."""
     for name, trained in CASES:
-        model = patched(name, trained)
+        model = patched(name, torch.float32, trained)
         row = rows_of(name, model)[rank]
         parallel = DistributedDataParallel(model, find_unused_parameters=False)
         for _ in range(2):
@@ -47,7 +39,7 @@ def train(rank, folder):
 def test_a_row_without_images_holds_nobody_up(tmp_path):
     in_two_processes(train, str(tmp_path))
     for name, trained in CASES:
-        model = patched(name, trained)
+        model = patched(name, torch.float32, trained)
         for row in rows_of(name, model):
             model(**row).loss.backward()
         ours = [torch.load(tmp_path / f"{name}-{trained}-{rank}.pt") for rank in (0, 1)]

@@ -19,6 +19,7 @@ from image_models import (
     labels_of,
     lengths_of,
     made,
+    patched,
     plain_positions,
     row_of,
     run_alone,
@@ -40,12 +41,6 @@ SEVERAL = {
     True: [[1, (4, 4), 3], [2, (2, 4), 2, (4, 2), 1]],
     False: [[1, (1, 2), 3], [2, (1, 1), 2, (2, 1), 1]],
 }
-
-
-def patched(name, *args):
-    model = made(name, *args)
-    patch_model(model)
-    return model
 
 
 @pytest.fixture(scope="module")

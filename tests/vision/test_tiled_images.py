@@ -1,23 +1,10 @@
 """Packed rows of models with ordinary positions, whose images come as tiles or with sizes."""
 
 import pytest
-from image_models import (
-    documents,
-    lengths_of,
-    made,
-    row_of,
-)
+from image_models import documents, lengths_of, patched, row_of
 from tables import table
 
-from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
-
-
-def patched(name, *args):
-    model = made(name, *args)
-    patch_model(model)
-    return model
-
 
 SEVERAL = [[1, (1, 2), 3], [2, (1, 1), 2, (2, 1), 1]]
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import GRIDS, MODELS, TILED, made
+from tiny import positions_of
 from transformers import vision_utils
 
 from unsloth_pack import patch_model, verify
@@ -52,12 +53,8 @@ SHORT = [[5, 6, 7], [8, 9]]  # of text: its checks are not what is looked at her
 TRAINING = {"use_cache": False}  # with a cache transformers keeps no documents apart, however described
 
 
-def along(lengths):
-    return torch.cat([torch.arange(length) for length in lengths])[None]
-
-
 def all_four(lengths, axes):
-    return {"position_ids": torch.cat([along(lengths)[None], axes]), **TRAINING}
+    return {"position_ids": torch.cat([positions_of(lengths)[None, None], axes]), **TRAINING}
 
 
 def with_mask(lengths, axes):
@@ -73,7 +70,7 @@ def time_as_text(lengths, axes):
 
 
 def text_for_all(lengths, axes):
-    return {"position_ids": along(lengths), **TRAINING}
+    return {"position_ids": positions_of(lengths)[None], **TRAINING}
 
 
 @each_model
@@ -90,7 +87,7 @@ def nothing(lengths):
 
 
 def positions(lengths):
-    return {"position_ids": along(lengths), **TRAINING}
+    return {"position_ids": positions_of(lengths)[None], **TRAINING}
 
 
 def positions_and_mask(lengths):
