@@ -14,6 +14,9 @@ checkpointing mode, each uncaptured and captured in CUDA graphs. The patched mod
 times that of untouched transformers and PEFT in the same dtype, for logits, loss, and the gradient of every
 parameter that is trained (`correctness/judge.py`). A combination that cannot exist has a row that says why.
 
+Under "distillation" the base teaches the model by the forward KL divergence. "reverse_kl" and "jsd" do so on
+one architecture for each kind of head, since they differ in its kernel alone.
+
 "nf4" is bfloat16 over weights in NF4, judged against float64 on the dequantised weights. Dropout drops by
 token, not at random, so that all runs drop the same. Under "auto" a tiny model would always fit, so half of
 its layers are recomputed by force; in captured steps none are.
