@@ -2,12 +2,12 @@
 
 import json
 
+from command_options import read_options
 from prepared_runs import prepare
 from safetensors.torch import load_file
 from tiny_vision import picture, save_vision_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.run.resolve import read_options
 
 
 def make_place(place, save_model=None):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from command_options import read_options
 from tables import table
 
 from unsloth_pack.cli import main
@@ -13,7 +14,6 @@ from unsloth_pack.cli.recipe import recipe_names, recipe_text
 from unsloth_pack.config import flat, load, telling_places
 from unsloth_pack.errors import InputError
 from unsloth_pack.run.folder import save_config
-from unsloth_pack.run.resolve import read_options
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from cli_runs import cut_after, losses, read_metrics
+from command_options import read_options
 from tables import table
 from warm import torchrun
 
 from unsloth_pack.cli import main
 from unsloth_pack.run.contradictions import contradictions
-from unsloth_pack.run.resolve import read_options
 
 FLAGS = {"objective": "distill", "max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
 PARTS = ("sft_loss", "kl_loss", "teacher_entropy", "token_accuracy", "token_count")

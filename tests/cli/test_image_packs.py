@@ -7,12 +7,12 @@ import shutil
 import pyarrow as pa
 import pytest
 import torch
+from command_options import read_options
 from image_runs import flags, refused, without_folder
 from packs_on_disk import edit_manifest, rewrite
 from prepared_runs import prepare
 
 from unsloth_pack.cli import main
-from unsloth_pack.run.resolve import read_options
 
 
 def pack(place, out, *more, code=0):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from command_options import read_options
 from trl import SFTConfig
 
 from unsloth_pack.run.optimizer import SETTINGS, arguments_of
-from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 
 OTHER = {  # values that are nobody's default

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from cli_runs import cut_after, read_metrics
+from command_options import read_options
 from tables import table
 
 from unsloth_pack.cli import main
 from unsloth_pack.run.contradictions import contradictions
-from unsloth_pack.run.resolve import read_options
 
 FLAGS = {"max_steps": 8, "learning_rate": 0.01, "logging_steps": 1, "max_seq_length": 256}
 PAIRED = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "logps/rejected")

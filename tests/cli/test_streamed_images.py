@@ -7,13 +7,13 @@ import signal
 import datasets
 import numpy as np
 import pytest
+from command_options import read_options
 from image_runs import flags, prepared, rows_of, without_folder, write
 from prepared_runs import prepare
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
 from unsloth_pack.report.metrics import read_losses
-from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.trainer import RunTrainer
 
 STREAM = ["--streaming", "--num_proc", 2]

@@ -9,13 +9,13 @@ import signal
 import pytest
 import torch
 from cli_runs import losses, read_metrics
+from command_options import read_options
 from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsFile
 from unsloth_pack.report.terminal import document_lengths
-from unsloth_pack.run.resolve import read_options
 from unsloth_pack.training.checkpoints import state_of
 
 

@@ -95,7 +95,7 @@ SHARDING = [
     Case("decided apart", "give true or offload", train(use_gradient_checkpointing="auto", fsdp="full")),
     Case("--deepspeed=frob", "choose one of zero2, zero3", train(deepspeed="frob")),
     settings("fsdp", "a.json", "[1", "not json"),
-    settings("fsdp", "a.yaml", "fsdp_config: {fsdp_version: 1}", "version to 1; give 2"),
+    settings("fsdp", "a.yaml", "fsdp_config: {fsdp_version: 1}", "version is 1; it should be 2"),
     settings("fsdp", "a.yaml", "frobnicate: true", "leave it out"),
     settings("deepspeed", "a.json", "{}", "no settings"),
     settings("deepspeed", "a.json", '{"zero_optimization": {"stage": 4}}', "stage to 4"),

@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from command_options import read_options
 from model_folder import save_model
 from prepared_runs import prepare
-
-from unsloth_pack.run.resolve import read_options
 
 # Values that no option has by itself; the names are those of transformers' `TrainingArguments`
 GIVEN = {

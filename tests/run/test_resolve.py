@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from command_options import read_options
 from tables import table
 
 from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
-from unsloth_pack.run.resolve import FREE_ON_RESUME, read_options, with_optimizer
+from unsloth_pack.run.resolve import FREE_ON_RESUME, with_optimizer
 
 
 @pytest.fixture(autouse=True)

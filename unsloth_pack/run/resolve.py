@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.config import OPTIONS, TrainOptions, changed, flat, load, read_record, telling_places
+from unsloth_pack.config import OPTIONS, TrainOptions, changed, flat, read_record
 from unsloth_pack.config.options import OWN_TEACHERS, DataOptions
 from unsloth_pack.data.rows import ANSWERS_OF
 from unsloth_pack.data.sources import DataSet
@@ -94,13 +94,6 @@ _SOURCES = (
 _CHOOSING_ROWS = ("mixture", "columns", "split", "sample_limit", "eval_fraction")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
-
-
-def read_options(arguments: Sequence[str]) -> TrainOptions:
-    """Load and resolve the options of a command line."""
-    asked = load(arguments)
-    with telling_places(asked):
-        return resolve(asked)
 
 
 def resolve(asked: TrainOptions) -> TrainOptions:

@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from unsloth_pack.config.options import TrainingOptions
-from unsloth_pack.errors import InputError
+from unsloth_pack.config.options import Section, TrainingOptions
+from unsloth_pack.config.values import read_as
+from unsloth_pack.errors import InputError, errors_of
 from unsloth_pack.run.machine import count_processes
 
 _ZERO2: dict[str, Any] = {
@@ -31,23 +32,24 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "zero3": _ZERO2 | {"zero_optimization": _ZERO2["zero_optimization"] | {"stage": 3}},
     },
 }
-# The settings that a file may have, with their values; None stands for any value. Activation checkpointing is
-# not among them: it has an option of its own.
-_FSDP_SETTINGS: dict[str, tuple[Any, ...] | None] = {
-    "version": (2,),
-    "auto_wrap_policy": None,
-    "transformer_layer_cls_to_wrap": None,
-    "min_num_params": None,
-    "reshard_after_forward": (True, False),
-    "state_dict_type": ("FULL_STATE_DICT",),
-    "cpu_ram_efficient_loading": (False,),
-}
+
+
+class _FsdpSettings(Section):
+    """Settings of accelerate that a file may have. Activation checkpointing has an option of its own."""
+
+    version: Literal[2] = 2
+    auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP"
+    transformer_layer_cls_to_wrap: Any = None
+    min_num_params: Any = None
+    reshard_after_forward: bool = True
+    state_dict_type: Literal["FULL_STATE_DICT"] = "FULL_STATE_DICT"
+    cpu_ram_efficient_loading: Literal[False] = False
 
 
 def check_sharding(training: TrainingOptions) -> Iterator[InputError]:
     """Refuse settings that cannot be read or followed."""
     if training.fsdp is not None:
-        yield from _wrong_settings(training.fsdp)
+        yield from errors_of(_fsdp_settings, training.fsdp)
     holds_all_weights = zero_stage(training) in (1, 2)
     name, value = ("fsdp", training.fsdp) if training.fsdp else ("deepspeed", training.deepspeed)
     if value is not None and training.use_gradient_checkpointing == "auto" and not holds_all_weights:
@@ -88,26 +90,16 @@ def zero_stage(training: TrainingOptions) -> int | None:
 def sharding_arguments(training: TrainingOptions) -> dict[str, Any]:
     """The arguments of transformers' `TrainingArguments` for `--fsdp` or `--deepspeed`; none without them."""
     if training.fsdp is not None:
-        required = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        required["state_dict_type"] = "FULL_STATE_DICT"
-        return {"fsdp": True, "fsdp_config": required | _fsdp_settings(training.fsdp)}
+        return {"fsdp": True, "fsdp_config": _fsdp_settings(training.fsdp)}
     if training.deepspeed is not None:
         return {"deepspeed": _settings("deepspeed", training.deepspeed)}
     return {}
 
 
 def _fsdp_settings(value: str) -> dict[str, Any]:
-    return {str(name).removeprefix("fsdp_"): each for name, each in _settings("fsdp", value).items()}
-
-
-def _wrong_settings(value: str) -> Iterator[InputError]:
-    for name, each in _fsdp_settings(value).items():
-        allowed = _FSDP_SETTINGS.get(name)
-        sets = f"fsdp is {value!r}, which sets {name}"
-        if name not in _FSDP_SETTINGS:
-            yield InputError(f"{sets}; leave it out, or set one of {', '.join(_FSDP_SETTINGS)}")
-        elif allowed is not None and each not in allowed:
-            yield InputError(f"{sets} to {each!r}; give {' or '.join(map(str, allowed))}")
+    named = {str(name).removeprefix("fsdp_"): each for name, each in _settings("fsdp", value).items()}
+    settings: _FsdpSettings = read_as(_FsdpSettings, named, f"fsdp is {value!r}")
+    return settings.model_dump(exclude_none=True)
 
 
 def _settings(name: str, value: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from unsloth_pack.checkpoints.loading import auto_class, load_config
 from unsloth_pack.checkpoints.new_tokens import rows_to_train
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import AdapterOptions, ImageOptions
-from unsloth_pack.errors import InputError, errors_of
+from unsloth_pack.errors import InputError, errors_of, raise_together
 from unsloth_pack.lora.targets import (
     NO_LAYERS,
     limit_to_text_model,
@@ -31,12 +31,7 @@ from unsloth_pack.lora.trained_parts import (
     list_tower_layers,
     vision_targets,
 )
-from unsloth_pack.modules import (
-    check_matches,
-    chosen_modules,
-    compile_patterns,
-    train_only,
-)
+from unsloth_pack.modules import check_matches, chosen_modules, compile_patterns, train_only
 
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
 _NOT_ON_EXPERTS = ("lora_dropout", "use_dora", "loftq_config")
@@ -67,16 +62,17 @@ def check_names_of_modules(adapter: AdapterOptions, source: str) -> Iterator[Inp
     further = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
     yield from errors_of(_check_targets, model, adapter, further)
     yield from errors_of(check_parts, model, adapter.bias, adapter.modules_to_save, further)
-    yield from _check_rows_apart(model, adapter)
+    whole = chosen_modules(model, adapter.train_modules or ())
+    by_option = {"modules_to_save": adapter.modules_to_save or (), "train_modules": whole}
+    yield from _check_rows_apart(model, adapter, by_option)
 
 
 def adapter_arguments(model: PreTrainedModel, adapter: AdapterOptions) -> dict[str, Any]:
     """The arguments of `FastLanguageModel.get_peft_model`, but for checkpointing."""
     own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
     arguments = {name: value for name, value in flat(adapter).items() if name not in own}
-    whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []
-    frozen = chosen_modules(model, adapter.freeze_modules) if adapter.freeze_modules else []
-    whole = [path for path in whole if path not in frozen]
+    frozen = chosen_modules(model, adapter.freeze_modules or ())
+    whole = [path for path in chosen_modules(model, adapter.train_modules or ()) if path not in frozen]
     if whole:
         arguments["modules_to_save"] = [*(arguments["modules_to_save"] or ()), *whole]
     if whole or frozen:
@@ -111,22 +107,18 @@ def _check_targets(model: PreTrainedModel, adapter: AdapterOptions, further: Map
     wanted = {**further, **{name: getattr(adapter, name) for name in _NOT_ON_EXPERTS}}
     targets = lora_targets(model, adapter.target_modules, wanted)
     refuse_on_stacks(targets, wanted)
-    refuse = partial(check_rows_apart, model, targets.paths, option="target_modules")
-    refuse(further.get("trainable_token_indices"))
+    raise_together(_check_rows_apart(model, adapter, {"target_modules": targets.paths}))
+
+
+def _check_rows_apart(
+    model: PreTrainedModel, adapter: AdapterOptions, whole: Mapping[str, Collection[str]]
+) -> Iterator[InputError]:
+    """Refuse rows of layers that train otherwise too; `whole` has the layers by option."""
+    rows: dict[str, Any] = {"trainable_token_indices": adapter.trainable_token_indices}
     if adapter.add_tokens is not None:
-        refuse(rows_to_train(model, [0]), tokens_option="add_tokens")
-
-
-def _check_rows_apart(model: PreTrainedModel, adapter: AdapterOptions) -> Iterator[InputError]:
-    """Refuse rows of a layer that trains as a whole, by the options that ask for both."""
-    new = None if adapter.add_tokens is None else rows_to_train(model, [0])
-    whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []
-    rows = adapter.trainable_token_indices
-    yield from errors_of(
-        check_rows_apart, model, adapter.modules_to_save or (), new, tokens_option="add_tokens"
-    )
-    yield from errors_of(check_rows_apart, model, whole, new, "train_modules", "add_tokens")
-    yield from errors_of(check_rows_apart, model, whole, rows, "train_modules")
+        rows["add_tokens"] = rows_to_train(model, [0])
+    for (option, names), (tokens_option, tokens) in product(whole.items(), rows.items()):
+        yield from errors_of(check_rows_apart, model, names, tokens, option, tokens_option)
 
 
 def with_parts(model: PreTrainedModel, arguments: dict[str, Any], images: ImageOptions) -> dict[str, Any]:
