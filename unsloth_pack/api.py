@@ -15,25 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from unsloth_pack.checkpoints.loading import (
-    check_classifies,
-    check_loading,
-    check_loftq,
-    check_positions,
-    find_model,
-    load_adapter,
-    load_model,
-    load_tokenizer,
-    match_vocabulary,
-    own_device,
-    quantization,
-    read_classes,
-    refuse_stored_quantised,
-    split_config,
-    take_file_options,
-    tokenizer_folder,
-    weight_dtype,
-)
+from unsloth_pack.checkpoints import loading
 from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabulary, save_adapter
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
@@ -122,34 +104,37 @@ class FastLanguageModel:
             UnsupportedArchitecture: no patch is declared for the model.
             InputError: arguments contradict each other or are unknown, or a model cannot be found or loaded.
         """
-        check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
+        loading.check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, LAST_SEED)
         set_seed(random_state)
         _let_segments_grow()
-        dtype = weight_dtype(dtype, full_finetuning)
-        source, adapter = find_model(model_name)
+        dtype = loading.weight_dtype(dtype, full_finetuning)
+        source, adapter = loading.find_model(model_name)
         if adapter is not None:
-            hf_kwargs = read_classes(adapter) | hf_kwargs
+            hf_kwargs = loading.read_classes(adapter) | hf_kwargs
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         take(LOADING, hf_kwargs, "from_pretrained", is_all=False)
-        hub |= take_file_options(hf_kwargs)
+        hub |= loading.take_file_options(hf_kwargs)
         unpad, share_prefixes = (hf_kwargs.pop(name, True) for name in ("unpad", "share_prefixes"))
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
         is_classifier = "num_labels" in hf_kwargs
-        config, for_weights = split_config(source, **hub, **hf_kwargs)
+        config, for_weights = loading.split_config(source, **hub, **hf_kwargs)
         if is_classifier:
-            check_classifies(config)
+            loading.check_classifies(config)
         text_config = config.get_text_config()
         arch_spec_for(text_config.model_type)
-        refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
-        check_positions(max_seq_length, model_name, text_config)
-        tokenizer_source = tokenizer_folder(model_name)
-        tokenizer = load_tokenizer(tokenizer_source, **hub)
+        loading.refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
+        loading.check_positions(max_seq_length, model_name, text_config)
+        tokenizer_source = loading.tokenizer_folder(model_name)
+        tokenizer = loading.load_tokenizer(tokenizer_source, **hub)
         for_weights |= hub | files | {"config": config, "dtype": dtype, "is_classifier": is_classifier}
         unquantised = list_unquantised_modules(config)
-        quantised = quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
-        placed = own_device() if device_map in (None, "sequential") else device_map  # Unsloth's default
-        model = load_model(source, device_map=placed, quantization_config=quantised, **for_weights)
+        quantised = loading.quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
+        if device_map in (None, "sequential"):  # Unsloth's default
+            device_map = loading.own_device()
+        model = loading.load_model(
+            source, device_map=device_map, quantization_config=quantised, **for_weights
+        )
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name, as a path into this package would not last. The configuration
@@ -167,8 +152,8 @@ class FastLanguageModel:
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
             if adapter == tokenizer_source:
-                match_vocabulary(model, adapter)
-            model = load_adapter(model, adapter, **files)
+                loading.match_vocabulary(model, adapter)
+            model = loading.load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend, unpad, share_prefixes)
@@ -225,7 +210,7 @@ class FastLanguageModel:
         require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
         require_whole("random_state", random_state, 0, LAST_SEED)
         if loftq_config:
-            check_loftq(loftq_config)
+            loading.check_loftq(loftq_config)
         has_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
         if has_fp8 and (use_dora or loftq_config):
             name = "use_dora" if use_dora else "loftq_config"
@@ -284,7 +269,7 @@ FastModel = FastLanguageModel  # the name in newer notebooks
 
 def is_bfloat16_supported() -> bool:
     """Return whether the GPU computes in bfloat16, which `dtype=None` then means; False without a GPU."""
-    return weight_dtype(None) == torch.bfloat16
+    return loading.weight_dtype(None) == torch.bfloat16
 
 
 def _check_adaptable(model: Any, max_seq_length: int | None) -> None:

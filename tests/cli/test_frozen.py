@@ -23,7 +23,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("case", FROZEN)
 def test_what_is_frozen_and_asked_to_train(case, refused, untied, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.load_model", None)
     Path(TOKENS).write_text("<a>\n")
     flags, says = FROZEN[case]
     assert says in refused(model_name=untied, **flags)
@@ -54,7 +54,7 @@ def test_what_is_frozen_beside_what_trains(tuning, base, flags, train, request):
     ],
 )
 def test_rows_of_what_trains_as_a_whole(asked, base, trains, request, refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.load_model", None)
     Path(TOKENS).write_text("<a>\n")
     given = {"add_tokens": TOKENS, "trainable_token_indices": 3}
     folder = request.getfixturevalue(base)

@@ -134,7 +134,7 @@ def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tm
     ids=str,
 )
 def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.load_model", None)
     assert says in refused(**flags)
 
 
@@ -148,7 +148,7 @@ def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkey
 def test_an_adapter_and_trained_rows_on_one_weight(
     base, layer, asked, request, refused, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.load_model", None)
     flags = {
         asked: "3" if asked == "trainable_token_indices" else tokens_file(tmp_path, "<a>\n", "tokens.txt")
     }
@@ -238,5 +238,5 @@ def test_new_tokens_begin_as_a_mean(untied):
     ],
 )
 def test_new_tokens_that_are_refused(name, content, says, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.load_model", None)
     assert says in refused(add_tokens=tokens_file(tmp_path, content, name))

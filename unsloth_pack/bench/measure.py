@@ -22,14 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.bench import close_outputs
 from unsloth_pack.bench.breakdown import break_down
-from unsloth_pack.checkpoints.loading import (
-    find_model,
-    load_model,
-    load_tokenizer,
-    own_device,
-    quantization,
-    weight_dtype,
-)
+from unsloth_pack.checkpoints import loading
 from unsloth_pack.lora.targets import list_default_names
 from unsloth_pack.memory.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
@@ -113,7 +106,7 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     config = sft_config(
         str(folder / "out"),
         padding_free=case.is_packed,
-        dtype=weight_dtype(None),
+        dtype=loading.weight_dtype(None),
         per_device_train_batch_size=case.rows_per_step,
         gradient_accumulation_steps=1,
         max_steps=watch.last,
@@ -172,18 +165,18 @@ def _patched_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
 def _plain_model(case: Case) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """Load the same model and adapter with plain transformers and PEFT, and their best attention here."""
     set_seed(SEED)
-    source, dtype = find_model(case.model_name)[0], weight_dtype(None)
-    model = load_model(
+    source, dtype = loading.find_model(case.model_name)[0], loading.weight_dtype(None)
+    model = loading.load_model(
         source,
         dtype=dtype,
-        device_map=own_device(),
-        quantization_config=quantization(case.load_in_4bit, False, dtype),
+        device_map=loading.own_device(),
+        quantization_config=loading.quantization(case.load_in_4bit, False, dtype),
         attn_implementation="sdpa" if plain_packing_leaks() else "flash_attention_2",
     )
     config = LoraConfig(r=16, lora_alpha=16, target_modules=list_default_names(model), task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     enable_checkpointing(model, case.use_gradient_checkpointing is not False)
-    return model, load_tokenizer(source)
+    return model, loading.load_tokenizer(source)
 
 
 class _Watch(TrainerCallback):
