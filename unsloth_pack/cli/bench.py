@@ -1,7 +1,7 @@
 """`unsloth-pack bench`: a few steps on your own model and data, packed and padded, patched and plain."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ _PROFILED = 3  # steps
 _SPREAD = 1.25  # between the rounds of a run, by which its steps differ where nothing else runs
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """One column of the table: a run and its figures, or why there are none."""
 
@@ -34,7 +34,7 @@ class Run:
     weights: str  # the form of the frozen weights: fp8, NF4 or their dtype
     figures: "Figures | None" = None  # of the fastest round, because other work only ever slows a step down
     why_not: str | None = None
-    step_ms_by_round: tuple[float, ...] = ()
+    step_ms_by_round: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -97,28 +97,22 @@ def _parser() -> Parser:
 def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Write documents and packed rows; return the four runs over them, the patched packed one first."""
     from unsloth_pack.bench.measure import Case
-    from unsloth_pack.checkpoints.loading import (
-        check_loading,
-        check_positions,
-        find_model,
-        load_config,
-        weight_dtype,
-    )
+    from unsloth_pack.checkpoints import loading
     from unsloth_pack.data import check_token_ids
     from unsloth_pack.models import arch_spec_for
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.run.validate import check_backend
 
     name = flags.get("model_name", "demo")
-    base = find_model(name)[0]
-    config = load_config(base).get_text_config()
+    base = loading.find_model(name)[0]
+    config = loading.load_config(base).get_text_config()
     arch_spec_for(config.model_type)
     attn_backend = flags.get("attn_backend") or "auto"
-    check_backend(attn_backend, config, weight_dtype(None), device_type())
+    check_backend(attn_backend, config, loading.weight_dtype(None), device_type())
     length = flags.get("max_seq_length") or min(2048, config.max_position_embeddings)
     in_4bit, in_fp8 = flags.get("load_in_4bit", False), flags.get("load_in_fp8", False)
-    check_loading(length, in_4bit, False, in_fp8)
-    check_positions(length, name, config)
+    loading.check_loading(length, in_4bit, False, in_fp8)
+    loading.check_positions(length, name, config)
     why = "and bench measures rows of text; give data without"
     mixture, _, _ = read_documents(flags, base, length, most=_MOST_DOCUMENTS, why_no_images=why)
     documents = mixture.train.rows
@@ -151,33 +145,28 @@ def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") 
     from unsloth_pack.bench import measure
     from unsloth_pack.checkpoints.loading import weight_dtype
 
-    leaks = "left out: documents would leak without flash-attn"
+    leaks = measure.plain_packing_leaks()
     runs = []
     for case in cases:
         weights = "NF4" if case.load_in_4bit else str(weight_dtype(None)).removeprefix("torch.")
-        is_left_out = case.is_packed and not case.is_patched and measure.plain_packing_leaks()
-        runs.append(
-            Run(
-                "patched" if case.is_patched else "plain",
-                "packed" if case.is_packed else "padded",
-                case.rows_per_step,
-                "fp8" if case.load_in_fp8 and case.is_patched else weights,
-                why_not=leaks if is_left_out else None,
-            )
-        )
+        weights = "fp8" if case.load_in_fp8 and case.is_patched else weights
+        model, rows = "patched" if case.is_patched else "plain", "packed" if case.is_packed else "padded"
+        runs.append(Run(model, rows, case.rows_per_step, weights))
+        if case.is_packed and not case.is_patched and leaks:
+            runs[-1].why_not = "left out: documents would leak without flash-attn"
     for number in range(1, rounds + 1):
-        for i, (case, run) in enumerate(zip(cases, runs, strict=True)):
+        for case, run in zip(cases, runs, strict=True):
             if run.why_not is not None:
                 continue
             try:
                 with progress.status(f"{run.name}, round {number} of {rounds}"):
                     figures = measure.measure_apart(case)
             except Exception as error:  # a peer fails as it likes; the others are measured all the same
-                why_not = f"{type(error).__name__}: {first_line(error)}"
-                runs[i] = replace(run, figures=None, why_not=why_not)
+                run.figures, run.why_not = None, f"{type(error).__name__}: {first_line(error)}"
                 continue
-            fastest = min(filter(None, (run.figures, figures)), key=lambda each: each.step_ms)
-            runs[i] = replace(run, figures=fastest, step_ms_by_round=(*run.step_ms_by_round, figures.step_ms))
+            run.step_ms_by_round.append(figures.step_ms)
+            if run.figures is None or figures.step_ms < run.figures.step_ms:
+                run.figures = figures
     return runs
 
 

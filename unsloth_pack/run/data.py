@@ -19,7 +19,7 @@ from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.sources import DataSet
-from unsloth_pack.data.streaming import DocumentStream, Share
+from unsloth_pack.data.streaming import DocumentStream, RowSource, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
@@ -30,7 +30,6 @@ from unsloth_pack.packing.model_columns import TEACHER_IDS
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.documents import (
     DocumentPreparation,
-    OpenedStream,
     RowsOfSet,
     RunTokenizer,
     first_of_stream,
@@ -125,12 +124,13 @@ def build_data(
         InputError: the data cannot be trained on.
     """
     reads_teacher = objective == "distill" and teacher == "stored"
+    data_sets: list[DataSet] = []
     stream, loaded = None, []
     packs, eval_packs = (
         find_packs(named) if isinstance(named, str) else None for named in (data.dataset, data.eval_dataset)
     )
     if data.streaming:
-        stream = open_training_data(data, config.seed)
+        data_sets, stream = open_training_data(data, config.seed)
     elif packs is None:
         loaded = load_training_data(data)
     sets = [] if eval_packs else evaluation_sets(data)
@@ -138,7 +138,7 @@ def build_data(
 
     rows = [each.rows for each in (*loaded, *eval_loaded)]
     if stream is not None and takes_images(model.model_name):
-        rows += first_of_stream(stream.source)
+        rows += first_of_stream(stream)
     manifests = {folder: read_manifest(folder) for folder in (packs, eval_packs) if folder is not None}
     labels = None
     if data.task == "classify":
@@ -173,9 +173,9 @@ def build_data(
     builder = _Builder(model.model_name, data, config, prepare, tokenizer.new_tokens, reads_teacher, source)
     evaluation = None
     if stream is not None and objective == "rollouts" and rollouts is not None:
-        train = builder.rollouts(stream, rollouts)
+        train = builder.rollouts(stream, data_sets, rollouts)
     elif stream is not None:
-        train = builder.stream(stream)
+        train = builder.stream(stream, data_sets)
     elif packs is not None:
         train = builder.packed_rows(packs)
     else:
@@ -268,9 +268,9 @@ class _Builder:
         mixture = self._mixture(loaded, seed=0)
         return self._rows_of(mixture.train, self._data.packs_evaluation, mixture.parts)
 
-    def stream(self, stream: OpenedStream) -> PreparedRows:
+    def stream(self, source: RowSource, data_sets: Sequence[DataSet]) -> PreparedRows:
         """The rows of a stream, of which the first documents have been checked."""
-        config, images, source, image_ids = self._config, self._images, stream.source, self._image_ids
+        config, images, image_ids = self._config, self._images, self._image_ids
         only_responses = self._data.train_on_responses_only
 
         def check_text(table: Table, what: str) -> None:
@@ -288,7 +288,7 @@ class _Builder:
             check_text=check_text,
         )
         unused = documents.unused_columns
-        for number, data_set in enumerate(stream.data_sets):
+        for number, data_set in enumerate(data_sets):
             check_used(data_set.columns, unused[number])
         ledger = documents.first_ledger
         self._check_token_loss(f"{source.name}, in its first {ledger.rows_read:,} rows,", ledger)
@@ -296,19 +296,19 @@ class _Builder:
         given_out_early = 1 if images is None else 2 + decoders
         ahead = 2 * rows_of_an_update(config) + config.per_device_train_batch_size * given_out_early
         workers = self._data.num_proc or 1
-        return self._streamed(
-            documents, stream.data_sets, unused, n_workers=workers, ahead=ahead, decoders=decoders
-        )
+        return self._streamed(documents, data_sets, unused, n_workers=workers, ahead=ahead, decoders=decoders)
 
-    def rollouts(self, stream: OpenedStream, options: RolloutOptions) -> PreparedRows:
+    def rollouts(
+        self, source: RowSource, data_sets: Sequence[DataSet], options: RolloutOptions
+    ) -> PreparedRows:
         """The targets of the prompts of a stream; the model that generates is set later."""
         if self._images is not None:
             raise InputError("objective is 'rollouts', and the rows have images; take rows of text")
         function = load_function(options.rollout_function)
         of_run = (self._tokenizer, function, options, self._capacity, self._config.seed)
-        targets = RolloutStream(stream.source, *of_run)
+        targets = RolloutStream(source, *of_run)
         least = (rows_of_an_update(self._config) + 1) * self._capacity  # no target is older than it must be
-        return self._streamed(targets, stream.data_sets, {}, n_workers=0, ahead=1, buffer_tokens=least)
+        return self._streamed(targets, data_sets, {}, n_workers=0, ahead=1, buffer_tokens=least)
 
     def _streamed(
         self,

@@ -142,16 +142,8 @@ class DocumentPreparation:
         return documents if images is None else images.beside(documents)
 
 
-@dataclass(frozen=True)
-class OpenedStream:
-    """Data sets, and the stream of their rows."""
-
-    data_sets: tuple[DataSet, ...]
-    source: RowSource
-
-
-def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
-    """Open the rows that a run trains on as one stream, see `mix`."""
+def open_training_data(data: DataOptions, seed: int) -> tuple[list[DataSet], RowSource]:
+    """Open the rows that a run trains on as one stream, see `mix`; return the data sets too."""
     data_sets, sources, sharing = [], [], {}
     for data_set in training_sets(data):
         source = data_set.open()
@@ -166,7 +158,7 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
     weights, most = [data_set.weight for data_set in data_sets], data.sample_limit
     is_mixed = len(sources) > 1 or weights != [1]
     whole = MixedRows(sources, weights, data.mixture, seed) if is_mixed else sources[0]
-    return OpenedStream(tuple(data_sets), whole if most is None else ChosenRows(whole, {}, most))
+    return data_sets, whole if most is None else ChosenRows(whole, {}, most)
 
 
 def first_of_stream(source: RowSource) -> list[Dataset]:
