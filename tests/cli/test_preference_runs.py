@@ -63,6 +63,19 @@ def test_the_better_answers_become_likelier(flags, data, names, train, pairs, tm
     assert "reward of the better answer" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_answers_that_are_too_long_are_dropped_and_counted(objective, train, tmp_path, capsys):
+    row = PAIR if objective == "dpo" else LABELLED
+    others, seen = [row, row | {"prompt": "pq"}], []
+    for name, rows in (("with", [*others, row | {"prompt": "q" * 300}]), ("without", others)):
+        flags = {"dataset": write(tmp_path / f"{name}.json", rows), "output_dir": tmp_path / name}
+        flags |= {"objective": objective, "max_token_loss": 1, "max_steps": 2}
+        assert train("--sample_packing", **FLAGS | flags) == 0
+        seen.append([line["loss"] for line in log_of(tmp_path / name)])
+    assert "of 1 rows" in capsys.readouterr().out
+    assert seen[0] == seen[1]
+
+
 def test_labels_of_feedback_may_be_text_as_in_csv(train, pairs, tmp_path):
     rows = json.loads(Path(pairs["labelled"]).read_text())
     lines = [f"{row['prompt']},{row['completion']},{bool(row['label'])}" for row in rows]
@@ -186,7 +199,7 @@ LABELLED = {"prompt": "q", "completion": "a", "label": True}
     ("dpo", PAIR | {"rejected": " "}, "row 1, column 'rejected': expected some text, got ' '"),
     ("dpo", PAIR | {"chosen": None}, "row 1, column 'chosen': expected a string, got None"),
     ("orpo", PAIR | {"chosen": "a" * 300},
-     "row 1: prompt and answers have 304 tokens (1 + 301 + 2), and max_seq_length is 256; raise it"),
+     "of its 309 tokens, and --max_token_loss allows 1.00%: 304 beyond --max_seq_length 256 in 1 rows"),
     ("kto", LABELLED | {"label": 2}, "row 1, column 'label': expected true or false, got 2"),
     ("kto", LABELLED | {"completion": ""}, "row 1, column 'completion': expected some text"),
 ])  # fmt: skip

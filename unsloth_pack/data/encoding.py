@@ -46,6 +46,18 @@ class Encoded:
     counted: np.ndarray  # `[rows]`: how many carry loss and are not the first of their document
     rerendered: np.ndarray  # `[rows]`: whether the row does not begin with the tokens of its prompt alone
 
+    @classmethod
+    def of(
+        cls, ids: np.ndarray, labels: np.ndarray, read: np.ndarray, kept: np.ndarray, rerendered: np.ndarray
+    ) -> Encoded:
+        """Count the labels."""
+        is_masked, ends = labels == IGNORE_INDEX, np.cumsum(kept)
+        masked = np.diff(np.concatenate([[0], np.cumsum(is_masked)])[np.concatenate([[0], ends])])
+        begins_counting = np.zeros(len(kept), bool)
+        has_tokens = kept > 0
+        begins_counting[has_tokens] = ~is_masked[(ends - kept)[has_tokens]]
+        return cls(ids, labels, read, kept, masked, kept - masked - begins_counting, rerendered)
+
 
 class Encoder:
     """Encodes batches of rows, see `documents_of`.
@@ -94,12 +106,8 @@ class Encoder:
         is_masked = places < np.repeat(starts, kept)
         if marks:
             is_masked |= _flat(marks, kept, np.int8) == 0
-        masked = np.diff(np.concatenate([[0], np.cumsum(is_masked)])[np.concatenate([[0], ends])])
-        begins_counting = np.zeros(len(rows), bool)
-        has_tokens = kept > 0
-        begins_counting[has_tokens] = ~is_masked[(ends - kept)[has_tokens]]
         labels = np.where(is_masked, np.int32(IGNORE_INDEX), ids)
-        return Encoded(ids, labels, read, kept, masked, kept - masked - begins_counting, rerendered)
+        return Encoded.of(ids, labels, read, kept, rerendered)
 
     def encode(self, batch: Columns, numbers: range) -> Parts:
         """Encode a batch without cutting its rows."""

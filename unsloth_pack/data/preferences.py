@@ -5,6 +5,8 @@
 - objective kto: `prompt`, `completion` and a `label`, true or false. A document also gets the completion of
   another, as far as it fits: for KTO's KL term.
 
+What is longer than a row is dropped, and counted as truncated.
+
 Ids are the ones that TRL's trainers make. An answer begins where the tokens of prompt and answer together
 differ from those of the prompt, or of the other answer's prompt.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,7 @@ import numpy as np
 from unsloth_pack.data.columns import refuse_text_of_turns
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, common_prefix
 from unsloth_pack.data.formats import Conversion, DataFormat
-from unsloth_pack.data.rows import CHOSEN, MISMATCHED, PARTS, PROMPT, REJECTED, Row, fail, offer
+from unsloth_pack.data.rows import CHOSEN, PARTS, REJECTED, Row, fail, offer
 from unsloth_pack.data.token_counts import SpanCounts
 from unsloth_pack.data.tokenize import (
     Documents,
@@ -62,8 +64,8 @@ class PreferenceMaker(SpanMaker):
     """Makes documents of the rows of a data set for the objective dpo, orpo or kto.
 
     Raises:
-        InputError: the columns are not those of the objective, or a row has equal or empty answers, no label,
-            or more tokens than `max_length`.
+        InputError: the columns are not those of the objective, or a row has equal or empty answers or no
+            label.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class PreferenceMaker(SpanMaker):
                 documents = [self._pair(*each) for each in zip(numbers, *answers, strict=True)]
             else:
                 documents = self._labelled(numbers, answers[0])
-            encoded, parts = _encoded(documents)
+            encoded, parts = _encoded(documents, self.max_length)
             yield SpanCounts.of(encoded), table_of(encoded, {PARTS: parts})
 
     def _rows(self, number: int, first: int, end: int) -> Iterator[Row]:
@@ -140,28 +142,18 @@ class PreferenceMaker(SpanMaker):
         if chosen[0] == rejected[0]:
             raise InputError(f"row {number}: chosen and rejected are equal; {_REMEDY}")
         start = min(chosen[1], rejected[1])
-        return self._checked(number, [chosen[0][:start], chosen[0][start:], rejected[0][start:]])
+        return [chosen[0][:start], chosen[0][start:], rejected[0][start:]]
 
     def _labelled(self, numbers: range, answers: list[tuple[list[int], int]]) -> list[list[list[int]]]:
         assert self._labels is not None
         completions = [ids[start:] for ids, start in answers]
         documents = []
         for place, (number, (ids, start)) in enumerate(zip(numbers, answers, strict=True)):
-            parts: list[list[int]] = [ids[:start], [], []]
-            parts[CHOSEN if self._labels[number] else REJECTED] = completions[place]
-            parts = self._checked(number, parts)
             other = completions[place - 1] if len(answers) > 1 else []
-            documents.append([*parts, other[: self.max_length - len(ids)]])
+            parts = [ids[:start], [], [], other[: max(0, self.max_length - len(ids))]]
+            parts[CHOSEN if self._labels[number] else REJECTED] = completions[place]
+            documents.append(parts)
         return documents
-
-    def _checked(self, number: int, parts: list[list[int]]) -> list[list[int]]:
-        if (n_tokens := sum(map(len, parts))) > self.max_length:
-            lengths = " + ".join(str(len(part)) for part in parts if part)
-            raise InputError(
-                f"row {number}: prompt and answers have {n_tokens} tokens ({lengths}), and max_seq_length is "
-                f"{self.max_length}; raise it, or remove the row"
-            )
-        return parts
 
 
 def _with_prompts(dataset: datasets.Dataset) -> datasets.Dataset:
@@ -207,15 +199,17 @@ def _labels_of(dataset: datasets.Dataset) -> tuple[np.ndarray, datasets.Dataset]
     return np.array(labels, bool), dataset.remove_columns("label")
 
 
-def _encoded(documents: list[list[list[int]]]) -> tuple[Encoded, np.ndarray]:
-    """Return documents from the ids of their parts, and `[tokens]` to which part each belongs."""
+def _encoded(documents: list[list[list[int]]], max_length: int) -> tuple[Encoded, np.ndarray]:
+    """Return documents from the ids of their parts, and `[tokens]` to which part each belongs.
+
+    Of those that are longer than `max_length` nothing is left, as if they had been cut at their beginning.
+    """
     lengths = np.array([[*map(len, parts)] for parts in documents])
-    numbers = np.array([PROMPT, CHOSEN, REJECTED, MISMATCHED][: lengths.shape[1]], np.int32)
-    parts = np.repeat(np.tile(numbers, len(documents)), lengths.ravel())
-    ids = np.array([token for document in documents for part in document for token in part], np.int32)
-    is_answer = (parts == CHOSEN) | (parts == REJECTED)
-    labels = np.where(is_answer, ids, np.int32(IGNORE_INDEX))
-    n_tokens, n_answers = lengths.sum(1), lengths[:, [CHOSEN, REJECTED]].sum(1)
-    counted = n_answers - (lengths[:, PROMPT] == 0)
-    nowhere = np.zeros(len(documents), np.int64)
-    return Encoded(ids, labels, n_tokens, n_tokens, n_tokens - n_answers, counted, nowhere), parts
+    read = lengths.sum(axis=1)
+    fits = read <= max_length
+    ids = [token for document in compress(documents, fits) for part in document for token in part]
+    parts = np.tile(np.arange(lengths.shape[1], dtype=np.int32), len(documents))
+    parts = np.repeat(parts, (lengths * fits[:, None]).ravel())
+    ids_N = np.array(ids, np.int32)
+    labels_N = np.where((parts == CHOSEN) | (parts == REJECTED), ids_N, np.int32(IGNORE_INDEX))
+    return Encoded.of(ids_N, labels_N, read, read * fits, np.zeros_like(read)), parts
