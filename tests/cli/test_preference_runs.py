@@ -1,6 +1,7 @@
 """`unsloth-pack --objective dpo`, `kto` and `orpo` from end to end on a tiny model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,18 @@ def test_packs_of_another_objective_or_reference_are_refused(model, tied, pairs,
     assert said in refused(command=["teach", *of_packs, "--out=new", "--top_k=8"])
     said = "objective is 'orpo', which has no reference; use `unsloth-pack pack`"
     assert said in refused(command=["teach", "--objective=orpo", "--out=new"])
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "distill"])
+def test_a_model_that_adds_a_loss_of_its_routers_is_refused(objective, model, pairs, data, refused, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "routed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    rows = data if objective == "distill" else pairs["few"]
+    said = (
+        "output_router_logits is true in the model's config, and an objective has no loss of routers; set it"
+    )
+    assert said in refused(**FLAGS, objective=objective, dataset=rows, model_name=folder)
 
 
 def test_options_of_the_loss_act(train, pairs, tmp_path):

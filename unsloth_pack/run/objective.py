@@ -16,7 +16,7 @@ from unsloth_pack.losses.distillation import DistillationLoss
 from unsloth_pack.losses.preferences import DpoLoss, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.run.documents import load_tokenizer
 from unsloth_pack.training.distill import Distillation, make_teacher
-from unsloth_pack.training.objective import Objective
+from unsloth_pack.training.objective import Objective, trained_model
 from unsloth_pack.training.preferences import Preferences, make_reference
 
 
@@ -52,6 +52,7 @@ def build_objective(
         return partial(Distillation, loss=DistillationLoss(make_teacher(model, teacher), **weights))
     if objective not in PREFERENCES:
         return None
+    trained_model(model)
     loss: PreferenceLoss
     goes_on = o.adapter.init_adapter is not None and not o.adapter.merge_init_adapter
     reference = None if objective == "orpo" or is_scored else make_reference(model, goes_on)

@@ -26,7 +26,7 @@ from unsloth_pack.packing.model_columns import (
     PackedReference,
     PackedTeacher,
 )
-from unsloth_pack.training.objective import causal_lm
+from unsloth_pack.training.objective import causal_lm, trained_model
 from unsloth_pack.training.preferences import MISMATCHED_BATCH, PreferenceCollator
 from unsloth_pack.verification import probe
 
@@ -47,6 +47,7 @@ class LoadedRowModel:
             raise InputError(f"{packed.model_name} cannot teach: {why}; load it in another way")
         self.packed = packed
         if isinstance(packed, PackedReference):
+            trained_model(model)  # it computes the loss of a preference
             self.packed = replace(packed, model_hash=model_hash(packed.model_name))
         probe(model)
         self._model = causal_lm(model.eval())

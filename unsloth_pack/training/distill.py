@@ -20,10 +20,10 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.kernels.arguments import Divergence
 from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in_place
 from unsloth_pack.losses.distillation import DistillationLoss, Teacher, model_teacher, stored_teacher
-from unsloth_pack.losses.head import count_head_outputs, why_loss_not_fused
+from unsloth_pack.losses.head import count_head_outputs
 from unsloth_pack.training.document_losses import Batch, DocumentLosses, Values, losses_of_tokens
 from unsloth_pack.training.notebooks import SFTTrainer
-from unsloth_pack.training.objective import Objective, causal_lm
+from unsloth_pack.training.objective import Objective, causal_lm, trained_model
 from unsloth_pack.training.token_columns import TokenColumnCollator
 
 BASE, INIT_ADAPTER, STORED = "base", "init_adapter", "stored"
@@ -44,9 +44,7 @@ def make_teacher(model: Any, teacher: str | PreTrainedModel = BASE) -> Teacher:
         InputError: the model has no base, the other has other outputs or is the same, or a head only computes
             logits.
     """
-    student = causal_lm(model)
-    if why := why_loss_not_fused(student):
-        raise InputError(f"a distillation computes no logits of its own: {why}; change that")
+    student = trained_model(model)
     if teacher == BASE:
         if name := name_trained_in_place(model):
             raise InputError(

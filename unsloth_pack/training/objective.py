@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
+from unsloth_pack.losses.head import why_loss_not_fused
 from unsloth_pack.losses.prepared import PreparedLoss
 from unsloth_pack.patching.deferred_logging import is_patched, logging_of
 from unsloth_pack.training.document_losses import Batch, DocumentLosses
@@ -19,6 +20,17 @@ def causal_lm(model: Any) -> FastCausalLM:
     if not is_patched(model):
         raise InputError(f"a {type(model).__name__} is not patched; load it with FastLanguageModel")
     base: FastCausalLM = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
+
+
+def trained_model(model: Any) -> FastCausalLM:
+    """As `causal_lm`, of a model that is to train for an objective; InputError if its loss needs logits."""
+    base = causal_lm(model)
+    if why := why_loss_not_fused(base):
+        raise InputError(f"the loss of an objective computes no logits: {why}; change that")
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        said = "output_router_logits is true in the model's config, and an objective has no loss of routers"
+        raise InputError(f"{said}; set it to false there")
     return base
 
 
