@@ -22,7 +22,6 @@ from unsloth_pack.run.machine import check_new_folder
 
 LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")  # flags of a teacher
 _NO_IMAGES = "and a teacher reads text alone; take them out, or pack them with `unsloth-pack pack`"
-_NO_IMAGES_IN_ANSWERS = "and preferences are of text alone; take them out"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,7 +65,7 @@ def write(
         model_name,
         capacity,
         only_responses,
-        why_no_images=_NO_IMAGES_IN_ANSWERS if objective != "sft" else _NO_IMAGES if packed else "",
+        why_no_images=_NO_IMAGES if packed else "",
         keep_bytes=not wants_paths,
     )
     documents = mixture.train

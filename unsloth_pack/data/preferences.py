@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.columns import refuse_text_of_turns
-from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder, common_prefix
-from unsloth_pack.data.formats import Conversion, DataFormat
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, common_prefix
+from unsloth_pack.data.formats import DataFormat
 from unsloth_pack.data.rows import CHOSEN, PARTS, REJECTED, Row, fail, offer
 from unsloth_pack.data.token_counts import SpanCounts
 from unsloth_pack.data.tokenize import (
+    DocumentMaker,
     Documents,
     SpanMaker,
     document_schema,
-    key_of_tokenizer,
     made_by,
     table_of,
 )
@@ -56,8 +56,7 @@ def preferences_of(
 ) -> Documents:
     """Token ids, labels and parts of every row, see `PreferenceMaker`; as `documents_of`."""
     make = PreferenceMaker(dataset, tokenizer, max_length, objective)
-    unused = make.conversions[0].unused_columns(str(tokenizer.chat_template or ""))
-    return replace(made_by(make, num_proc), unused_columns=unused)
+    return replace(made_by(make, num_proc), unused_columns=make.unused_columns)
 
 
 class PreferenceMaker(SpanMaker):
@@ -78,35 +77,25 @@ class PreferenceMaker(SpanMaker):
         else:
             dataset = _with_prompts(dataset)
         super().__init__(dataset, max_length, document_schema(PARTS))
-        self._objective, self._tokenizer = objective, tokenizer
-        self.conversions = [self._conversion(name) for name in self._columns]
-        first = self.conversions[0]
-        self._encode = Encoder(
-            tokenizer,
-            first.columns,
-            first.holds_turns,
-            max_length=max_length,
-            responses_only=False,
-            chat_template=None,
-        )
+        self._objective = objective
+        self._makers = [self._maker(name, tokenizer) for name in self._columns]
+        conversion = self._makers[0].conversion
+        self.unused_columns = conversion.unused_columns(str(tokenizer.chat_template or ""))
 
-    def _conversion(self, answer: str) -> Conversion:
-        """Convert the rows as those of a prompt and this answer alone."""
+    def _maker(self, answer: str, tokenizer: PreTrainedTokenizerBase) -> DocumentMaker:
+        """Return what encodes the rows as those of a prompt and this answer alone."""
         to = "output" if "instruction" in self.dataset.column_names else "completion"
         rows = self.dataset.remove_columns([name for name in self._columns if name != answer])
         rows = rows.rename_column(answer, to) if answer in rows.column_names and answer != to else rows
-        conversion = Conversion(rows, chat_template=bool(self._tokenizer.chat_template))
-        if conversion.data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.ALPACA):
+        maker = DocumentMaker(rows, tokenizer, self.max_length, None, None)
+        if maker.conversion.data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.ALPACA):
             raise InputError(f"column {answer!r} comes without a prompt; give columns prompt and {answer}")
-        return conversion
+        return maker
 
     def key(self, num_proc: int | None) -> list[Any] | None:
-        of_tokenizer = key_of_tokenizer(self._tokenizer)
-        if of_tokenizer is None:
-            return None
         labels = None if self._labels is None else hashlib.sha256(self._labels.tobytes()).hexdigest()
-        keys = [conversion.key for conversion in self.conversions]
-        return [self.of_data, self._objective, keys, of_tokenizer, self.max_length, labels]
+        key = self._makers[0].key(num_proc)  # its fingerprint is of the whole data set
+        return None if key is None else [self._objective, key, labels]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size = self.batch_size
@@ -124,7 +113,7 @@ class PreferenceMaker(SpanMaker):
     def _rows(self, number: int, first: int, end: int) -> Iterator[Row]:
         """Convert rows with one of the answers; errors name its column."""
         try:
-            yield from self.conversions[number].rows(first, end, self.batch_size)
+            yield from self._makers[number].conversion.rows(first, end, self.batch_size)
         except InputError as error:
             named = f"column {self._columns[number]!r}"
             message = str(error).replace("column 'completion'", named).replace("column 'output'", named)
@@ -133,7 +122,7 @@ class PreferenceMaker(SpanMaker):
     def _ids(self, rows: list[Row], numbers: range) -> list[tuple[list[int], int]]:
         """Return the ids of every prompt with its answer, and where the answer begins."""
         batch = {name: [row[name] for row in rows] for name in rows[0]}
-        ids, starts, _, _ = self._encode.encode(batch, numbers)
+        ids, starts, _, _ = self._makers[0].encoder.encode(batch, numbers)
         return list(zip(ids, starts.tolist(), strict=True))
 
     def _pair(

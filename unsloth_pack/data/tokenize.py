@@ -193,7 +193,7 @@ class DocumentMaker(SpanMaker):
                 "name it with --columns NAME=text"
             )
         encoder = Encoder if classes is None else partial(LabelEncoder, classes=classes)
-        self._encode = encoder(
+        self.encoder = encoder(
             tokenizer,
             self.conversion.columns,
             self.conversion.holds_turns,
@@ -203,7 +203,7 @@ class DocumentMaker(SpanMaker):
         )
 
     def key(self, num_proc: int | None) -> list[Any] | None:
-        of_tokenizer = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
+        of_tokenizer = key_of_tokenizer(self.encoder.tokenizer, self.encoder.chat_template)
         if of_tokenizer is None:
             return None
         classes = [] if self._classes is None else [hashlib.sha256(self._classes.tobytes()).hexdigest()]
@@ -215,7 +215,7 @@ class DocumentMaker(SpanMaker):
         for start in range(first, end, size):
             some = list(islice(rows, size))
             batch = {name: [row[name] for row in some] for name in columns}
-            encoded = self._encode(batch, self.conversion.numbers[start : start + len(some)])
+            encoded = self.encoder(batch, self.conversion.numbers[start : start + len(some)])
             yield SpanCounts.of(encoded), table_of(encoded)
 
     def prompts(self) -> list[list[int]]:
@@ -226,7 +226,7 @@ class DocumentMaker(SpanMaker):
                 f"rows of the format {self.conversion.data_format} have no prompt; give a column prompt"
             )
         rows = list(self.conversion.rows(0, n_rows, n_rows))
-        return self._encode.prompts({n: [row[n] for row in rows] for n in columns}, self.conversion.numbers)
+        return self.encoder.prompts({n: [row[n] for row in rows] for n in columns}, self.conversion.numbers)
 
 
 def check_counted(ledger: TokenLedger, max_length: int) -> None:

@@ -35,7 +35,7 @@ def stored_teacher(inputs: StepInputs) -> TopLogProbs:
 
     `teacher_ids` and `teacher_log_probs` of a token predict the next one.
     """
-    ids, log_probs = map(inputs.take, (TEACHER_IDS, TEACHER_LOG_PROBS))
+    ids, log_probs = (inputs.call.rest.pop(name, None) for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
     if ids is None or log_probs is None:
         raise InputError(f"a stored teacher needs {TEACHER_IDS} and {TEACHER_LOG_PROBS}; give both")
     device = inputs.labelled.mask.device

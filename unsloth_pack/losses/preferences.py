@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,9 +23,10 @@ from unsloth_pack.packed_row.row import PackedRow
 
 ANSWERS = "answers"  # the argument of a model's call
 PreferenceType = Literal["sigmoid", "ipo", "hinge", "robust"]
+Compared = tuple[Tensor, dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answers:
     """The documents of a packed row, on the host."""
 
@@ -59,9 +59,7 @@ class PreferenceLoss(ABC):
     values: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @abstractmethod
-    def compare(
-        self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compare(self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor) -> Compared:
         """Return the loss of every document, and its `values`, `[D]` each."""
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -70,33 +68,27 @@ class PreferenceLoss(ABC):
 
     def prepare(self, inputs: StepInputs) -> Loss:
         """Run the reference, unless the answers have what it says."""
-        answers: Any = inputs.take(ANSWERS)
-        reference = None
+        answers: Answers = inputs.call.rest.pop(ANSWERS)
+        row: PackedRow = inputs.call.row
+        reference_D3 = None
         if answers.reference is not None:
-            reference = inputs.call.row.upload(answers.reference)
+            reference_D3 = row.upload(answers.reference)
         elif self.reference is not None:
             with self.reference(), torch.no_grad():
                 labelled, hidden_BTC = inputs.run(inputs.model)
-                reference = answers.sum(inputs.call.row, labelled.scores(hidden_BTC).log_prob)
-        return partial(self._compute, answers, reference)
+                reference_D3 = answers.sum(row, labelled.scores(hidden_BTC).log_prob)
 
-    def _compute(
-        self,
-        answers: Answers,
-        reference_D3: Tensor | None,
-        labelled: LabelledHead,
-        hidden_BTC: Tensor,
-        row: PackedRow | None,
-        num_items: Tensor | float | None,
-    ) -> Tensor:
-        assert row is not None
-        log_probs = answers.sum(row, labelled.scores(hidden_BTC).log_prob)
-        if reference_D3 is None:
-            reference_D3 = torch.zeros_like(log_probs)
-        losses, values = self.compare(log_probs, reference_D3, row.upload(answers.n_labels))
-        values = {"n": torch.ones_like(losses), "loss": losses, **values}
-        self.values = {name: value.detach() for name, value in values.items()}
-        return losses.sum() / (len(losses) if num_items is None else num_items)
+        def loss_of(
+            labelled: LabelledHead, hidden_BTC: Tensor, _: object, num_items: Tensor | float | None
+        ) -> Tensor:
+            log_probs_D3 = answers.sum(row, labelled.scores(hidden_BTC).log_prob)
+            reference = torch.zeros_like(log_probs_D3) if reference_D3 is None else reference_D3
+            losses, values = self.compare(log_probs_D3, reference, row.upload(answers.n_labels))
+            values = {"n": torch.ones_like(losses), "loss": losses, **values}
+            self.values = {name: value.detach() for name, value in values.items()}
+            return losses.sum() / (len(losses) if num_items is None else num_items)
+
+        return loss_of
 
 
 def compare_answers(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:
@@ -122,9 +114,7 @@ class DpoLoss(PreferenceLoss):
     loss_type: PreferenceType = "sigmoid"
     label_smoothing: float = 0.0
 
-    def compare(
-        self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compare(self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor) -> Compared:
         _, chosen, rejected = (log_probs_D3 - reference_D3).unbind(1)
         delta = self.beta * (chosen - rejected)
         if self.loss_type == "sigmoid":
@@ -152,9 +142,7 @@ class OrpoLoss(PreferenceLoss):
 
     tokens_a_document: Tensor | float | None = field(default=None, init=False)
 
-    def compare(
-        self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compare(self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor) -> Compared:
         _, chosen, rejected = (log_probs_D3 / n_labels_D3.clamp(min=1)).unbind(1)  # means over tokens
         log_odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
         ratio = F.logsigmoid(log_odds)
@@ -199,9 +187,7 @@ class KtoLoss(PreferenceLoss):
         """Estimate the KL term from the sum of the log-ratios of answers, which are all chosen."""
         self.kl = (log_ratios / n_answers.clamp(min=1)).clamp(min=0)
 
-    def compare(
-        self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def compare(self, log_probs_D3: Tensor, reference_D3: Tensor, n_labels_D3: Tensor) -> Compared:
         is_chosen = (n_labels_D3[:, 1] > 0).double()
         ratios = (log_probs_D3 - reference_D3).sum(1)  # of the one answer
         gain = self.beta * (2 * is_chosen - 1) * (ratios - self.kl)

@@ -46,11 +46,6 @@ class StepInputs:
             hidden_BTC = call.before_next_token(model.run_decoder(call).last_hidden_state)
             return self.labelled.with_head(head), hidden_BTC
 
-    def take(self, name: str) -> Tensor | None:
-        """Take an argument out of the model's call."""
-        argument: Tensor | None = self.call.rest.pop(name, None)
-        return argument
-
 
 @runtime_checkable
 class PreparedLoss(Protocol):

@@ -59,19 +59,20 @@ class RowModel(Protocol):
         ...
 
 
-def model_types() -> dict[str, pa.DataType]:
-    """Return the types of the columns."""
+def types_of(packed: PackedTeacher | PackedReference) -> dict[str, pa.DataType]:
+    """Return the types of the columns of a teacher or reference."""
     import pyarrow as pa
 
-    types = {TEACHER_IDS: pa.int32(), TEACHER_LOG_PROBS: pa.float16(), REFERENCE: pa.float64()}
-    return {name: pa.list_(kind) for name, kind in types.items()}
+    if isinstance(packed, PackedReference):
+        return {REFERENCE: pa.list_(pa.float64())}
+    return {TEACHER_IDS: pa.list_(pa.int32()), TEACHER_LOG_PROBS: pa.list_(pa.float16())}
 
 
 def add_model_columns(tables: Iterable[pa.Table], model: RowModel) -> Iterator[pa.Table]:
     """Append the columns of a model to packed rows of text, and return each row as a table."""
     import pyarrow as pa
 
-    types = model_types()
+    types = types_of(model.packed)
     for table in tables:
         for batch in table.to_batches(max_chunksize=1):
             row = {name: batch[name].flatten().to_numpy() for name in batch.schema.names}

@@ -39,13 +39,12 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, check_columns, plan_rows
 from unsloth_pack.packing.model_columns import (
     BYTES,
-    REFERENCE,
     TEACHER_COLUMNS,
     PackedReference,
     PackedTeacher,
     RowModel,
     add_model_columns,
-    model_types,
+    types_of,
 )
 from unsloth_pack.packing.planner import check_positive
 
@@ -105,15 +104,14 @@ class PackManifest:
     reference: PackedReference | None = None  # whose log-probabilities the rows hold, likewise
 
     @property
-    def own_columns(self) -> list[str]:
-        """The columns of rows that others need not have."""
-        are_there = [
-            ((IMAGES,), self.images is not None),
-            ((PARTS,), self.objective != "sft"),
-            ((REFERENCE,), self.reference is not None),
-            (TEACHER_COLUMNS, self.teacher is not None),
-        ]
-        return [name for names, is_there in are_there if is_there for name in names]
+    def more_types(self) -> dict[str, pa.DataType]:
+        """The types of the columns that not all packs have."""
+        import pyarrow as pa
+
+        types = {IMAGES: image_field(is_packed=True).type} if self.images is not None else {}
+        types |= {PARTS: pa.list_(pa.int32())} if self.objective != "sft" else {}
+        model = self.teacher or self.reference
+        return types if model is None else types | types_of(model)
 
     @property
     def schema(self) -> pa.Schema:
@@ -122,8 +120,7 @@ class PackManifest:
 
         tokens = pa.list_(pa.int32())
         types = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
-        own_types = {IMAGES: image_field(is_packed=True).type, PARTS: tokens, **model_types()}
-        return pa.schema({**types, **{name: own_types[name] for name in self.own_columns}}.items())
+        return pa.schema((types | self.more_types).items())
 
 
 def find_packs(dataset: str) -> Path | None:
@@ -328,7 +325,7 @@ def read_packs(
         )
     shards = []
     unread = () if reads_teacher else TEACHER_COLUMNS
-    columns = ["input_ids", "labels", *(name for name in manifest.own_columns if name not in unread)]
+    columns = ["input_ids", "labels", *(name for name in manifest.more_types if name not in unread)]
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
         lengths = _checked_lengths(path, shard, manifest)

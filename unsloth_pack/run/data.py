@@ -17,7 +17,6 @@ from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.labels import Labels
 from unsloth_pack.data.mixture import Mixture, Part
-from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.data.streaming import DocumentStream, RowSource, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
@@ -154,8 +153,6 @@ def build_data(
     images = image_preparation(
         source, tokenizer.tokenizer, image_options, rows, manifests, are_expected=are_expected
     )
-    if images is not None and objective in PREFERENCES:
-        raise InputError(f"objective is {objective!r} and rows have images; give rows of text alone")
     if images is not None:
         _adapt_to_images(config, image_options)
     if reads_teacher:

@@ -57,22 +57,21 @@ class PreferenceCollator:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         documents = [document for example in examples for document in _documents(example)]
-        stored = [example[REFERENCE] for example in examples if REFERENCE in example]
-        reference = np.concatenate(stored).reshape(-1, 4) if stored else None  # by document and part
-        batch = self._join(documents, (CHOSEN, REJECTED), reference, [PROMPT, CHOSEN, REJECTED])
+        batch = self._join(documents, (CHOSEN, REJECTED))
         if any((parts == MISMATCHED).any() for _, parts in documents):
             in_place = np.array([PROMPT, REJECTED, REJECTED, CHOSEN])  # of the answers to these prompts
-            others = [(ids, in_place[parts]) for ids, parts in documents]
-            batch[MISMATCHED_BATCH] = self._join(others, (CHOSEN,), reference, [PROMPT, MISMATCHED, PROMPT])
+            others = self._join([(ids, in_place[parts]) for ids, parts in documents], (CHOSEN,))
+            batch[MISMATCHED_BATCH] = others
+        if REFERENCE in examples[0]:
+            scores_D4 = np.concatenate([example[REFERENCE] for example in examples]).reshape(
+                -1, 4
+            )  # of parts
+            batch[ANSWERS].reference = scores_D4[:, [PROMPT, CHOSEN, REJECTED]]
+            if MISMATCHED_BATCH in batch:
+                others[ANSWERS].reference = scores_D4[:, [PROMPT, MISMATCHED, PROMPT]]
         return batch
 
-    def _join(
-        self,
-        documents: Sequence[Document],
-        answers: Sequence[int],
-        reference: np.ndarray | None,
-        columns: Sequence[int],  # of the reference, for the prompt, a chosen and a rejected answer
-    ) -> Batch:
+    def _join(self, documents: Sequence[Document], answers: Sequence[int]) -> Batch:
         segments: list[tuple[int, np.ndarray, np.ndarray, int]] = []  # document, ids, parts, parent
         for number, (ids, parts) in enumerate(documents):
             is_prompt = parts == PROMPT
@@ -98,11 +97,7 @@ class PreferenceCollator:
             "input_ids": torch.from_numpy(ids)[None],
             "labels": torch.from_numpy(np.where(is_labelled, ids, IGNORE_INDEX))[None],
             "packed_row": row,
-            ANSWERS: Answers(
-                np.append(of_documents[1:], 0),
-                n_labels.reshape(-1, 3),
-                None if reference is None else reference[:, columns],
-            ),
+            ANSWERS: Answers(np.append(of_documents[1:], 0), n_labels.reshape(-1, 3)),
         }
 
 
