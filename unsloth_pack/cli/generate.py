@@ -89,9 +89,12 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding"
     """Encode a prompt without images."""
     if not tokenizer.chat_template:
         return cast("BatchEncoding", tokenizer(prompt, return_tensors="pt"))
-    turns = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    return _in_template(tokenizer, {"role": "user", "content": prompt})
+
+
+def _in_template(owner: Any, turn: Mapping[str, Any]) -> "BatchEncoding":
+    inputs = owner.apply_chat_template(
+        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     return cast("BatchEncoding", inputs)
 
@@ -116,10 +119,7 @@ def encode_with_images(
     turn["content"] = [
         part | {"image": next(waiting)} if part["type"] == "image" else part for part in turn["content"]
     ]
-    inputs = processor.apply_chat_template(
-        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    return cast("BatchEncoding", inputs)
+    return _in_template(processor, turn)
 
 
 def _answer(

@@ -1,7 +1,7 @@
 """What `train` shows of a run and writes into its metrics file: its rows, the banner, scores, the summary."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -79,29 +79,27 @@ def show_scores(before: ExactMatch, after: ExactMatch, console: Console, metrics
     print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
+@dataclass
 class RunReport:
     """Shows a run on the terminal, and writes it into the metrics file and the report page."""
 
-    def __init__(
-        self,
-        console: Console,
-        metrics: MetricsFile,
-        trainer: RunTrainer,
-        data: TrainingData,
-        model: ModelOptions,
-        options: DataOptions,
-        training: TrainingOptions,
-        dtype: torch.dtype,
-    ):
-        self._console, self._metrics, self._trainer, self._data = console, metrics, trainer, data
-        self._model, self._options, self._training, self._dtype = model, options, training, dtype
-        packs, rows = data.train.packs, data.train.rows
-        self._capacity = packs.capacity if packs else model.max_seq_length
+    _console: Console
+    _metrics: MetricsFile
+    _trainer: RunTrainer
+    _data: TrainingData
+    _model: ModelOptions
+    _options: DataOptions
+    _training: TrainingOptions
+    _dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        packs, rows = self._data.train.packs, self._data.train.rows
+        self._capacity = packs.capacity if packs else self._model.max_seq_length
         self._stream = rows if isinstance(rows, RowStream) else None
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
-        trainer.nonfinite_updates.report = self._report_nonfinite
-        trainer.add_callback(ProgressCallback(console, self._print_banner))
+        self._trainer.nonfinite_updates.report = self._report_nonfinite
+        self._trainer.add_callback(ProgressCallback(self._console, self._print_banner))
 
     def _report_nonfinite(self, update: "NonFinite") -> None:
         self._metrics.write("nonfinite", **asdict(update))

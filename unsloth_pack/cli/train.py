@@ -15,6 +15,7 @@ from unsloth_pack.cli import SUBCOMMANDS, quieten
 from unsloth_pack.cli.run_errors import check_end, check_learned, explained, say_how_to_resume
 from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.config.options import OutputOptions
+from unsloth_pack.errors import raise_together
 from unsloth_pack.forked import children_end_with_this_process
 from unsloth_pack.run import folder as run_folder
 from unsloth_pack.run.hub import upload
@@ -27,7 +28,7 @@ from unsloth_pack.run.machine import (
     wait_for_all,
 )
 from unsloth_pack.run.resolve import paths_of, resolve, with_optimizer
-from unsloth_pack.run.validate import check_output, validate, validate_model
+from unsloth_pack.run.validate import validate, validate_model, wrong_folders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         validate_model(options)
         claim = claimed(options.output.folder) if is_main_process() else nullcontext()
         with claim, children_end_with_this_process():
-            check_output(options)  # again: another run may have ended there just before
+            raise_together(wrong_folders(options))  # again: another run may have ended there just before
             return _run(options)
 
 

@@ -3,9 +3,10 @@
 import glob
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -156,10 +157,11 @@ def check_folders(
                 "another folder"
             )
     may_replace = output.overwrite_output_dir or output.resume
-    yield from _check_files(output, folder, may_replace)
+    replaced = options_of_run(folder) if may_replace else {}
+    yield from _check_files(output, folder, may_replace, _leaves_config(replaced))
     if output.resume:
         yield from errors_of(_check_resumable, folder)
-    base, is_own = folder / MERGED_BASE, may_replace and _has_merged_base(folder)
+    base, is_own = folder / MERGED_BASE, replaced.get("merge_init_adapter")
     if merges_adapter and is_main_process() and os.path.lexists(base) and not is_own:
         yield InputError(
             f"merge_init_adapter puts the merged model into {str(base)!r}, which is there already; give "
@@ -169,11 +171,13 @@ def check_folders(
         yield from errors_of(_check_save_path, Path(output.save_path), folder, may_replace)
 
 
-def _check_files(output: OutputOptions, folder: Path, may_replace: bool) -> Iterator[InputError]:
+def _check_files(
+    output: OutputOptions, folder: Path, may_replace: bool, leaves_config: bool
+) -> Iterator[InputError]:
     """Refuse a folder with files of another model or run, or of the names that a run writes."""
     begins, config, is_main = f"output_dir {str(folder)!r} holds", folder / RUN_CONFIG, is_main_process()
     in_the_way = next((name for name in _REPLACEABLE if os.path.lexists(folder / name)), None)
-    if holds_model(folder) and not (may_replace and _leaves_config(folder)):
+    if holds_model(folder) and not leaves_config:
         yield InputError(f"{begins} a model; give another folder")
     elif not may_replace and is_main and (files := run_files(folder)):
         yield InputError(
@@ -204,19 +208,9 @@ def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
     check_new_folder("save_path", target, may_replace and _is_of_the_run(target, folder))
 
 
-def _is_full_run(folder: Path) -> bool:
-    """Whether the model in `folder` is the result of a run with full tuning there."""
-    return options_of_run(folder).get("tuning") == "full"
-
-
-def _leaves_config(folder: Path) -> bool:
-    """Whether the run in `folder` leaves a model's configuration there: with the model, or with classes."""
-    return _is_full_run(folder) or options_of_run(folder).get("task") is not None
-
-
-def _has_merged_base(folder: Path) -> bool:
-    """Whether the run in `folder` has put the base model there that it trains on."""
-    return bool(options_of_run(folder).get("merge_init_adapter"))
+def _leaves_config(run: Mapping[str, Any]) -> bool:
+    """Whether a run with these options leaves a model's configuration: with the model, or with classes."""
+    return run.get("tuning") == "full" or run.get("task") is not None
 
 
 def _is_of_the_run(target: Path, folder: Path) -> bool:
@@ -237,7 +231,8 @@ def _check_resumable(folder: Path) -> None:
 
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:  # a run that was killed before its first checkpoint starts over
-        if _has_saved(folder):
+        saved_model = options_of_run(folder).get("tuning") == "full" and holds_model(folder)
+        if saved_model or (folder / ADAPTER_CONFIG).exists():
             raise InputError(
                 f"--resume: the run in {str(folder)!r} has saved what it trained and left no checkpoint; "
                 "start a new run in another folder"
@@ -299,14 +294,10 @@ def check_same_data(
 
 def run_files(folder: Path) -> list[Path]:
     """The files and folders that a run has left in `folder`."""
-    names = [*_RUN_FILES, *(model_files(folder) if _leaves_config(folder) else ())]
-    names += [MERGED_BASE] if _has_merged_base(folder) else []
+    run = options_of_run(folder)
+    names = [*_RUN_FILES, *(model_files(folder) if _leaves_config(run) else ())]
+    names += [MERGED_BASE] if run.get("merge_init_adapter") else []
     return [folder / name for name in names if os.path.lexists(folder / name)] + _checkpoints(folder)
-
-
-def _has_saved(folder: Path) -> bool:
-    """Whether the run in `folder` has saved what it trained: an adapter, or a model."""
-    return (folder / ADAPTER_CONFIG).exists() or (_is_full_run(folder) and holds_model(folder))
 
 
 def _checkpoints(folder: Path) -> list[Path]:

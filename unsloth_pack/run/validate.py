@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.checkpoints.names import MODEL_CONFIG, check_model_there, is_adapter
 from unsloth_pack.checkpoints.new_tokens import read_new_tokens
-from unsloth_pack.config import TrainOptions, flat
-from unsloth_pack.config.options import (
-    AdapterOptions,
-    ImageOptions,
-    ModelOptions,
-    TrainingOptions,
-)
+from unsloth_pack.config import TrainOptions
+from unsloth_pack.config.options import AdapterOptions, ImageOptions, ModelOptions, TrainingOptions
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError, errors_of, raise_together, require_whole, written
 from unsloth_pack.run.contradictions import contradictions
@@ -38,27 +33,28 @@ def validate(options: TrainOptions) -> None:
     raise_together(
         _mistakes_anywhere(options),
         check_sharding_here(options.training),
-        _wrong_folders(options),
+        wrong_folders(options),
         errors_of(check_hub, repository) if repository is not None else (),
     )
 
 
-def check_output(options: TrainOptions) -> None:
+def wrong_folders(options: TrainOptions) -> Iterator[InputError]:
     """Refuse folders that cannot be written to, or hold files that the run would replace."""
-    raise_together(_wrong_folders(options))
-
-
-def _wrong_folders(options: TrainOptions) -> Iterator[InputError]:
     sources = [*paths_of(options.data.dataset), *paths_of(options.data.eval_dataset)]
     return check_folders(options.output, sources, options.adapter.merge_init_adapter)
 
 
 def validate_model(options: TrainOptions) -> None:
     """Refuse what cannot be on this machine or with this model, and load no weights or data."""
+    from unsloth_pack.checkpoints.loading import check_loading, check_loftq
+
+    model, loftq = options.model, options.adapter.loftq_config
+    bits = (model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
     raise_together(
         errors_of(check_schedule, options.training),
         errors_of(_check_tracker, options.output.report_to),
-        errors_of(_check_loading, options.model, options.adapter),
+        errors_of(check_loading, model.max_seq_length, *bits),
+        errors_of(check_loftq, loftq) if loftq is not None else (),
         _check_dtype(options.model, options.adapter, options.training),
         _check_model(options),
     )
@@ -102,14 +98,6 @@ def _check_tracker(name: str) -> None:
         raise InputError(
             f"report_to is {name!r}, which is unknown or not here; give one of {', '.join(known)}"
         )
-
-
-def _check_loading(model: ModelOptions, adapter: AdapterOptions) -> None:
-    from unsloth_pack.checkpoints.loading import check_loading, check_loftq
-
-    check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
-    if adapter.loftq_config is not None:
-        check_loftq(adapter.loftq_config)
 
 
 def _check_dtype(
@@ -161,16 +149,12 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     if options.data.task == "classify":
         yield from errors_of(check_classifies, whole)
     if not hasattr(whole, "vision_config"):
-        yield from image_options_left_out(options.images, f"{model.model_name} takes no images")
+        defaults = ImageOptions()
+        for name, value in options.images:
+            if value != getattr(defaults, name):
+                wrong = f"{name} is {written(value)}, and {model.model_name} takes no images"
+                yield InputError(f"{wrong}; leave out --{name}")
     yield from check_names_of_modules(adapter, source)
-
-
-def image_options_left_out(images: ImageOptions, why: str) -> Iterator[InputError]:
-    """Refuse options of images that differ from their defaults where a run has none, and `why`."""
-    defaults = flat(ImageOptions())
-    for name, value in images:
-        if value != defaults[name]:
-            yield InputError(f"{name} is {written(value)}, and {why}; leave out --{name}")
 
 
 def check_backend(

@@ -46,13 +46,7 @@ from unsloth_pack.training.trl_setup import (
     rows_of_an_update,
     silenced,
 )
-from unsloth_pack.training.updates import (
-    MemoryWatch,
-    NonFiniteUpdates,
-    RunLogging,
-    TokenCounter,
-    TokenCounts,
-)
+from unsloth_pack.training.updates import MemoryWatch, NonFiniteUpdates, RunLogging, TokenCounter, TokenCounts
 
 
 class RunCallback(TrainerCallback):
