@@ -212,7 +212,7 @@ LABELLED = {"prompt": "q", "completion": "a", "label": True}
     ("dpo", PAIR | {"rejected": " "}, "row 1, column 'rejected': expected some text, got ' '"),
     ("dpo", PAIR | {"chosen": None}, "row 1, column 'chosen': expected a string, got None"),
     ("orpo", PAIR | {"chosen": "a" * 300},
-     "of its 309 tokens, and --max_token_loss allows 1.00%: 304 beyond --max_seq_length 256 in 1 rows"),
+     "of its 309 tokens, and --max_token_loss allows 1.00%: 304 beyond --max_seq_length 256"),
     ("kto", LABELLED | {"label": 2}, "row 1, column 'label': expected true or false, got 2"),
     ("kto", LABELLED | {"completion": ""}, "row 1, column 'completion': expected some text"),
 ])  # fmt: skip
