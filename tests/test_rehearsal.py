@@ -151,7 +151,7 @@ def test_a_kernel_that_waits_to_be_compiled_keeps_no_memory_of_the_step(no_devic
     assert [(t.dtype, t.data_ptr() % 16) for t in (x, y, options["z"], options["w"])] == forms
 
 
-def nothing_kernel(x):
+def nothing_kernel(x, n):
     pass
 
 
@@ -159,13 +159,13 @@ def test_kernels_are_not_launched_meanwhile_and_in_other_threads_they_are(monkey
     triton = pytest.importorskip("triton")
     launched, compiled = [], []
     monkeypatch.setattr(triton.JITFunction, "run", lambda self, *args, **options: launched.append(args))
-    kernel = launch.Kernel(nothing_kernel)
+    kernel, x = launch.Kernel(nothing_kernel), torch.zeros(1)
     with compile_in_parallel(torch.device("cpu")):
         monkeypatch.setattr(launch._local, "compile", lambda *call: compiled.append(call))
-        kernel[(1,)](1, num_warps=2)
-        other = threading.Thread(target=lambda: kernel[(1,)](2))
+        kernel[(1,)](x, 1, num_warps=2)
+        other = threading.Thread(target=lambda: kernel[(1,)](x, 2))
         other.start()
         other.join()
-    kernel[(1,)](3)
-    assert launched == [(2,), (3,)]
-    assert compiled == [(kernel, (1,), {"num_warps": 2})]
+    kernel[(1,)](x, 3)
+    assert launched == [(x, 2), (x, 3)]
+    assert compiled == [(kernel, (x, 1), {"num_warps": 2})]

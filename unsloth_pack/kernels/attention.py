@@ -156,9 +156,8 @@ class _VarlenAttention(torch.autograd.Function):
         shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
         row = cu_seqlens, parents
-        with torch.cuda.device_of(q):
-            tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
-            _launch(forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), row, options)
+        tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
+        _launch(forward_kernel, _tiles(q).forward, True, tensors, (q, k, v), row, options)
         ctx.save_for_backward(q, k, v, out, shift, norm, sinks, *row)
         ctx.options = options
         return out
@@ -175,15 +174,14 @@ class _VarlenAttention(torch.autograd.Function):
         wide = q.dtype if parts == 1 else torch.float32
         gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
         gk, gv = gk_and_gv.unbind()
-        with torch.cuda.device_of(q):
-            tensors = (q, k, v, out, shift, norm, g_out, gq, delta)
-            _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, row, options)
-            launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
-            if tiles.v_gradient is not None:
-                launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
-            for tile, *into in launches:
-                tensors = (q, k, v, shift, norm, g_out, delta, *into, k.numel())
-                _launch(kv_gradient_kernel, tile, False, tensors, strided, row, options, members)
+        tensors = (q, k, v, out, shift, norm, g_out, gq, delta)
+        _launch(q_gradient_kernel, tiles.q_gradient, True, tensors, strided, row, options)
+        launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
+        if tiles.v_gradient is not None:
+            launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
+        for tile, *into in launches:
+            tensors = (q, k, v, shift, norm, g_out, delta, *into, k.numel())
+            _launch(kv_gradient_kernel, tile, False, tensors, strided, row, options, members)
         gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
         g_sinks = None
         if ctx.needs_input_grad[5]:  # shift is in units of ln 2

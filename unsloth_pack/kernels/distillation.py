@@ -209,15 +209,14 @@ def _distill(
             gradient.copy_(g)
         return
     L, V = logits.shape
-    with torch.cuda.device_of(logits):
-        _distillation_kernel[(L,)](
-            *(logits, teacher, logits if gradient is None else gradient, labels, *scores),
-            *(float(scale), float(softcap or 1), float(teacher_scale), float(teacher_softcap or 1)),
-            *(1 / temperature, float(options.ce_weight), float(options.kl_weight), V),
-            *(softcap is not None, teacher_softcap is not None, temperature == 1),
-            *(DIVERGENCES.index(options.divergence), gradient is not None, _BLOCK),
-            num_warps=8,
-        )
+    _distillation_kernel[(L,)](
+        *(logits, teacher, logits if gradient is None else gradient, labels, *scores),
+        *(float(scale), float(softcap or 1), float(teacher_scale), float(teacher_softcap or 1)),
+        *(1 / temperature, float(options.ce_weight), float(options.kl_weight), V),
+        *(softcap is not None, teacher_softcap is not None, temperature == 1),
+        *(DIVERGENCES.index(options.divergence), gradient is not None, _BLOCK),
+        num_warps=8,
+    )
 
 
 def _distill_plainly(logits: Tensor, u: Tensor, labels: Tensor, options: _Options) -> tuple[Tensor, ...]:

@@ -118,9 +118,8 @@ class _Ungated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *constants: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *constants)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):
-            arguments = (x.contiguous(), *constants, out, x.numel(), constants[0] is not None, _BLOCK)
-            _ungated_kernel[(-(-x.numel() // _BLOCK),)](*arguments, num_warps=_WARPS)
+        arguments = (x.contiguous(), *constants, out, x.numel(), constants[0] is not None, _BLOCK)
+        _ungated_kernel[(-(-x.numel() // _BLOCK),)](*arguments, num_warps=_WARPS)
         return out
 
     @staticmethod
@@ -128,11 +127,8 @@ class _Ungated(torch.autograd.Function):
     def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
         x, *constants = ctx.saved_tensors
         g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):
-            arguments = (x.contiguous(), *constants, g_x, x.numel(), constants[0] is not None, _BLOCK)
-            _ungated_backward_kernel[(-(-x.numel() // _BLOCK),)](
-                g_out.contiguous(), *arguments, num_warps=_WARPS
-            )
+        arguments = (x.contiguous(), *constants, g_x, x.numel(), constants[0] is not None, _BLOCK)
+        _ungated_backward_kernel[(-(-x.numel() // _BLOCK),)](g_out.contiguous(), *arguments, num_warps=_WARPS)
         trains = any(ctx.needs_input_grad[1:3])
         g_alphas = _alpha_gradients(g_out, x, constants[-1]) if trains else (None, None)
         return g_x, *g_alphas, None, None
@@ -220,13 +216,12 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
     out = x.new_empty(x.shape) if add_to is None else add_to
     run = -(-n_columns // 8)
     block = min(triton.next_power_of_2(run), _MAX_COUNTERS)
-    with torch.cuda.device_of(x):
-        _dropout_kernel[(n_rows * triton.cdiv(run, block),)](
-            rows, seed, add_to, out, n_columns, run, stride, first_row,
-            dropout_threshold(p), dropout_scale(p), block,
-            num_warps=max(1, block // (32 * _PER_THREAD)),
-            enable_fp_fusion=False,  # the oracle rounds the scaled element before it adds
-        )  # fmt: skip
+    _dropout_kernel[(n_rows * triton.cdiv(run, block),)](
+        rows, seed, add_to, out, n_columns, run, stride, first_row,
+        dropout_threshold(p), dropout_scale(p), block,
+        num_warps=max(1, block // (32 * _PER_THREAD)),
+        enable_fp_fusion=False,  # the oracle rounds the scaled element before it adds
+    )  # fmt: skip
     return out
 
 

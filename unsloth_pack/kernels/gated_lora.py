@@ -145,12 +145,11 @@ def gated_lora_(gate: LoraOutput, up: LoraOutput, activation: str, store: bool) 
     out = like.new_empty(like.shape)
     parts = [_part(gate.low_rank, like), _part(up.low_rank, like)]
     blocks = _Blocks.choose(like, 2, parts)
-    with torch.cuda.device_of(like):
-        _gated_lora_kernel[blocks.grid(like)](
-            *(gate_rows, up_rows, out, *parts[0], *parts[1], *like.shape, gate_sr, up_sr, store, activation),
-            *blocks,
-            num_warps=_WARPS,
-        )
+    _gated_lora_kernel[blocks.grid(like)](
+        *(gate_rows, up_rows, out, *parts[0], *parts[1], *like.shape, gate_sr, up_sr, store, activation),
+        *blocks,
+        num_warps=_WARPS,
+    )
     return out
 
 
@@ -185,12 +184,11 @@ def gated_lora_backward_(
         blocks = blocks.with_fewer_sums(like)
         shape = (triton.cdiv(len(like), blocks.rows * blocks.tiles), 3, like.shape[1], blocks.ranks)
         sums = torch.empty(shape, dtype=torch.float32, device=like.device)
-    with torch.cuda.device_of(like):
-        _gated_lora_backward_kernel[blocks.grid(like)](
-            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *like.shape, *strides, overwrite, activation),
-            *blocks,
-            num_warps=_WARPS,
-        )
+    _gated_lora_backward_kernel[blocks.grid(like)](
+        *(*tensors, sums, *parts[0], *parts[1], *parts[2], *like.shape, *strides, overwrite, activation),
+        *blocks,
+        num_warps=_WARPS,
+    )
     if sums is not None:
         totals = zip(sums.sum(0), parts, strict=True)
         return [total[:, : part.rank] if part.rank else None for total, part in totals]

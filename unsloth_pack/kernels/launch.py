@@ -215,12 +215,13 @@ else:
 if triton is not None:
 
     class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
-        """A kernel that `compile_in_parallel` compiles without a launch."""
+        """A kernel that runs on its tensors' device; `compile_in_parallel` compiles it without a launch."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            if _local.compile is None or warmup:
+            if _local.compile is not None and not warmup:
+                return _local.compile(self, args, options)
+            with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
                 return super().run(*args, grid=grid, warmup=warmup, **options)
-            return _local.compile(self, args, options)
 
 
 def floor_power_of_2(n: int) -> int:

@@ -48,12 +48,11 @@ def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Ten
     S, F = len(inner.base), inner.base.shape[1] // 2
     out = inner.base.new_empty((S, F))
     of_sum, of_gate = _flatten(inner, gate)
-    with torch.cuda.device_of(out):
-        _routed_gate_kernel[(S,)](
-            *(*of_sum, weight, weight.stride(0), out, F, *of_gate),
-            *(keep, gate.activation, gate.interleaved, _choose_block(F)),
-            num_warps=_WARPS,
-        )
+    _routed_gate_kernel[(S,)](
+        *(*of_sum, weight, weight.stride(0), out, F, *of_gate),
+        *(keep, gate.activation, gate.interleaved, _choose_block(F)),
+        num_warps=_WARPS,
+    )
     return out
 
 
@@ -78,13 +77,12 @@ def routed_gate_backward_(
         return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
     g_weight = torch.empty(S, dtype=torch.float32, device=g_out.device)
     of_sum, of_gate = _flatten(inner, gate)
-    with torch.cuda.device_of(g_out):
-        _routed_gate_backward_kernel[(S,)](
-            *(g_out, more, scale, *of_sum, weight, weight.stride(0), g_inner, g_weight, F, *of_gate),
-            *(gate.activation, gate.interleaved),
-            _choose_block(F),
-            num_warps=_WARPS,
-        )
+    _routed_gate_backward_kernel[(S,)](
+        *(g_out, more, scale, *of_sum, weight, weight.stride(0), g_inner, g_weight, F, *of_gate),
+        *(gate.activation, gate.interleaved),
+        _choose_block(F),
+        num_warps=_WARPS,
+    )
     return g_weight
 
 
@@ -105,10 +103,9 @@ def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
     out = first.new_empty((N, C))
     more, more_scale = parts[1] if len(parts) > 1 else (None, 0.0)
     block = _choose_block(C)
-    with torch.cuda.device_of(out):
-        _sum_of_rows_kernel[(N * triton.cdiv(C, block),)](
-            *(first, scale, more, more_scale, places, out, C, k, block), num_warps=_WARPS
-        )
+    _sum_of_rows_kernel[(N * triton.cdiv(C, block),)](
+        *(first, scale, more, more_scale, places, out, C, k, block), num_warps=_WARPS
+    )
     return out
 
 

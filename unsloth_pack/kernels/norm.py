@@ -94,11 +94,10 @@ class _AddRMSNorm(torch.autograd.Function):
         C = x.shape[-1]
         R = x.numel() // C
         BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 1)
-        with torch.cuda.device_of(x):
-            _norm_kernel[(-(-R // BLOCK_R),)](
-                rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
-                C, BLOCK_R, BLOCK_C, num_warps=num_warps,
-            )  # fmt: skip
+        _norm_kernel[(-(-R // BLOCK_R),)](
+            rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
+            C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+        )  # fmt: skip
         ctx.save_for_backward(normed, weight)
         ctx.eps_and_offset = eps, offset
         ctx.dtypes = x.dtype, None if added is None else added.dtype
@@ -124,11 +123,10 @@ class _AddRMSNorm(torch.autograd.Function):
                 programs = -(-programs // steps)
                 # A row for each program, summed in a fixed order: the same bits every run, unlike atomics.
                 partial = x.new_empty((programs, C), dtype=torch.float32)
-            with torch.cuda.device_of(x):
-                _norm_backward_kernel[(programs,)](
-                    g_rows, rows, weight, other, gx, partial, *ctx.eps_and_offset, R, steps,
-                    g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
-                )  # fmt: skip
+            _norm_backward_kernel[(programs,)](
+                g_rows, rows, weight, other, gx, partial, *ctx.eps_and_offset, R, steps,
+                g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+            )  # fmt: skip
         g_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         return *(None if d is None or gx is None else gx.to(d) for d in ctx.dtypes), g_weight, None, None
 

@@ -53,10 +53,9 @@ class Fp8Rows(NamedTuple):
         (N, C), out = self.values.shape, self.values.new_empty(self.values.shape, dtype=dtype)
         block = min(_MAX_COLUMNS, triton.next_power_of_2(C))
         rows = _ELEMENTS // block
-        with torch.cuda.device_of(out):
-            _dequantize_kernel[(triton.cdiv(N, rows), triton.cdiv(C, block))](
-                self.values, self.scale, out, N, C, rows, block, num_warps=4
-            )
+        _dequantize_kernel[(triton.cdiv(N, rows), triton.cdiv(C, block))](
+            self.values, self.scale, out, N, C, rows, block, num_warps=4
+        )
         return out
 
 
@@ -84,10 +83,9 @@ def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None)
     blocks = tuple(map(triton.next_power_of_2, widths))
     num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) // (32 * PER_THREAD)))
     columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
-    with torch.cuda.device_of(values):
-        _quantize_kernel[(N,)](
-            rows, strides, widths, columns, values, scale, sum(widths), blocks, num_warps=num_warps
-        )
+    _quantize_kernel[(N,)](
+        rows, strides, widths, columns, values, scale, sum(widths), blocks, num_warps=num_warps
+    )
     return Fp8Rows(values, scale)
 
 
@@ -114,8 +112,7 @@ def fp8_transposed(weights: Sequence[Fp8Rows]) -> Fp8Columns:
     out = values[0].new_empty((C, sum(heights)))
     grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
     as_bytes = tuple(x.view(torch.uint8) for x in values)
-    with torch.cuda.device_of(out):
-        _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
+    _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
     return Fp8Columns(out, scales)
 
 
@@ -218,12 +215,11 @@ def dequantize_4bit(
     out = torch.empty(n * block, dtype=dtype, device=packed.device)
     blocks = max(1, _ELEMENTS // block)
     parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
-    with torch.cuda.device_of(packed):
-        _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
-            *(packed, code, *parts, out, n, blocks, block // 2),
-            num_warps=4,
-            enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
-        )
+    _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
+        *(packed, code, *parts, out, n, blocks, block // 2),
+        num_warps=4,
+        enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
+    )
     return out
 
 

@@ -335,12 +335,11 @@ def _turn(
     q_out, k_out = _empty_like(q), _empty_like(k)
     eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
     blocks = _choose_blocks(HQ, HK, D, 1)
-    with torch.cuda.device_of(q):
-        turn_kernel[(-(-B * T // blocks["BLOCK_T"]),)](
-            q, k, q_out, k_out, *tables, *weights, eps, offset, direction,
-            B * T, T, *_by_token(q).stride(), *_by_token(k).stride(), *_get_table_strides(B, T, *tables),
-            HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
-        )  # fmt: skip
+    turn_kernel[(-(-B * T // blocks["BLOCK_T"]),)](
+        q, k, q_out, k_out, *tables, *weights, eps, offset, direction,
+        B * T, T, *_by_token(q).stride(), *_by_token(k).stride(), *_get_table_strides(B, T, *tables),
+        HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
+    )  # fmt: skip
     return q_out, k_out
 
 
@@ -359,14 +358,13 @@ def _norm_backward(
         programs = -(-programs // STEPS)
         # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
         partials = [w.new_empty((programs, len(w)), dtype=torch.float32) for w in weights]
-    with torch.cuda.device_of(q):
-        norm_backward_kernel[(programs,)](
-            gq_out, gk_out, q, k, gq, gk, *tables, *weights, *partials, norm.eps, norm.offset, B * T, T,
-            *(stride for x in (gq_out, gk_out, q, k) for stride in _by_token(x).stride()),
-            *_get_table_strides(B, T, *tables),
-            HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
-            **blocks,
-        )  # fmt: skip
+    norm_backward_kernel[(programs,)](
+        gq_out, gk_out, q, k, gq, gk, *tables, *weights, *partials, norm.eps, norm.offset, B * T, T,
+        *(stride for x in (gq_out, gk_out, q, k) for stride in _by_token(x).stride()),
+        *_get_table_strides(B, T, *tables),
+        HQ=HQ, HK=HK, D=D, R=tables[0].shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
+        **blocks,
+    )  # fmt: skip
     return gq, gk, *(x if x is None else x.sum(0).to(w.dtype) for x, w in zip(partials, weights, strict=True))
 
 

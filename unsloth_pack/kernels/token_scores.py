@@ -281,13 +281,12 @@ def score_logits(
                 score.copy_(value)
         return
     (L, V), (scale, softcap) = logits.shape, options
-    with torch.cuda.device_of(logits):
-        score_kernel[(L,)](
-            *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
-            *(float(scale), float(softcap or 1), V),
-            *(softcap is not None, *(other is not None for other in others), with_grad, _BLOCK),
-            num_warps=4 if any(other is not None for other in others) else 8,
-        )
+    score_kernel[(L,)](
+        *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
+        *(float(scale), float(softcap or 1), V),
+        *(softcap is not None, *(other is not None for other in others), with_grad, _BLOCK),
+        num_warps=4 if any(other is not None for other in others) else 8,
+    )
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, upstream: list[Tensor | None], options: Options) -> None:
@@ -298,10 +297,9 @@ def _to_gradient(logits: Tensor, labels: Tensor, upstream: list[Tensor | None], 
     (L, V), (scale, softcap) = logits.shape, options
     g_log_prob, g_entropy = upstream
     some = g_log_prob if g_entropy is None else g_entropy
-    with torch.cuda.device_of(logits):
-        score_gradient_kernel[(L,)](
-            *(logits, labels, some if g_log_prob is None else g_log_prob, some),
-            *(float(scale), float(softcap or 1), V),
-            *(softcap is not None, g_log_prob is not None, g_entropy is not None, _BLOCK),
-            num_warps=4,
-        )
+    score_gradient_kernel[(L,)](
+        *(logits, labels, some if g_log_prob is None else g_log_prob, some),
+        *(float(scale), float(softcap or 1), V),
+        *(softcap is not None, g_log_prob is not None, g_entropy is not None, _BLOCK),
+        num_warps=4,
+    )
