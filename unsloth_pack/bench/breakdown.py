@@ -84,7 +84,6 @@ def _first_match(rules: Sequence[tuple[str, re.Pattern[str]]], names: Sequence[s
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Measure the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -6,16 +6,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import first_line
+from unsloth_pack.report.terminal import LastingConsole
 from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 from unsloth_pack.run.machine import device_name, device_type, versions
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from unsloth_pack.bench.measure import Case, Figures
 
 _MOST_DOCUMENTS = 20_000  # of a data set; a short run sees fewer
@@ -50,10 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     flags = _parser().parse(arguments)
     check_sources(flags)
 
-    from rich.console import Console
-
     from unsloth_pack.cli import quieten
-    from unsloth_pack.report.terminal import LastingConsole
 
     quieten(show_bars=False)
     progress = Console(stderr=True, quiet=flags.get("json", False))
@@ -140,7 +139,7 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
 
 
-def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") -> list[Run]:
+def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: Console) -> list[Run]:
     """Measure the runs in turn, so that each meets the same of what else the machine does."""
     from unsloth_pack.bench import measure
     from unsloth_pack.checkpoints.loading import weight_dtype
@@ -179,7 +178,7 @@ def _why_too_busy(runs: Iterable[Run]) -> str | None:
     return None
 
 
-def _breakdown(case: "Case", figures: "Figures | None", progress: "Console") -> dict[str, float] | None:
+def _breakdown(case: "Case", figures: "Figures | None", progress: Console) -> dict[str, float] | None:
     """Return the milliseconds of a step by category, host gaps among them; None if a run failed."""
     from unsloth_pack.bench import measure
     from unsloth_pack.bench.breakdown import HOST_GAPS
@@ -200,10 +199,8 @@ def _breakdown(case: "Case", figures: "Figures | None", progress: "Console") -> 
 
 
 def _print(
-    console: "Console", runs: Sequence[Run], too_busy: str | None, breakdown: Mapping[str, float] | None
+    console: Console, runs: Sequence[Run], too_busy: str | None, breakdown: Mapping[str, float] | None
 ) -> None:
-    from rich.table import Table
-
     table = Table("", *(run.name for run in runs), title=device_name(), title_justify="left")
     lines: list[tuple[str, Callable[[Figures], str]]] = [
         ("attention", lambda f: f.attention),

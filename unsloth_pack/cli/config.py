@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from unsloth_pack.config import Parser, json_schema, load, telling_places, train_parser
 from unsloth_pack.errors import InputError, printable, raise_together
+from unsloth_pack.report.terminal import LastingConsole
 from unsloth_pack.run.contradictions import contradictions
 from unsloth_pack.run.folder import lines_with_origins
 from unsloth_pack.run.resolve import resolve
@@ -18,8 +19,6 @@ ACTIONS = {
 
 def run(arguments: Sequence[str]) -> int:
     """Show, check, or describe config files; nothing is loaded or written."""
-    from unsloth_pack.report.terminal import LastingConsole
-
     action, *rest = arguments or ["--help"]
     if action.startswith("-"):
         _parser().parse(arguments or ["--help"])

@@ -10,14 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from unsloth_pack.config import Parser
 from unsloth_pack.errors import errors_of, printable
+from unsloth_pack.report.terminal import LastingConsole
 from unsloth_pack.run.machine import device_type
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PRIVATE_NAMES = Path(__file__).with_name("private_names.txt")  # of tools/private_names.py
 
@@ -102,8 +104,6 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
     parser.add_switch("--json", "print JSON")
     as_json = parser.parse(arguments).get("json", False)
-
-    from unsloth_pack.report.terminal import LastingConsole
 
     looks = (_versions, _private_names, _devices, _attention, _breakages, _variables)
     lines = [line for look in looks for line in look(device_type())]
@@ -250,10 +250,7 @@ def _variables(device_type: str) -> Iterator[Line]:
             yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
 
 
-def _print(console: "Console", lines: Sequence[Line]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _print(console: Console, lines: Sequence[Line]) -> None:
     for section, members in groupby(lines, key=lambda line: line.section):
         table = Table("", "found", "remedy", title=section, title_justify="left", title_style="bold")
         for line in members:

@@ -128,7 +128,6 @@ def _answer(
     encoded: "Iterable[BatchEncoding]",
     flags: Mapping[str, Any],
 ) -> None:
-    """Print what the model answers to every prompt."""
     from transformers import TextStreamer
 
     n_positions = model.config.get_text_config().max_position_embeddings

@@ -11,6 +11,7 @@ from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.packing.model_columns import PackedReference, PackedTeacher
 from unsloth_pack.packing.planner import STRATEGIES
+from unsloth_pack.report.terminal import LastingConsole, print_packs
 from unsloth_pack.run.data_flags import (
     add_data_flags,
     add_image_flags,
@@ -48,7 +49,6 @@ def write(
     from unsloth_pack.cli import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.packing import write_packs
-    from unsloth_pack.report.terminal import LastingConsole, print_packs
 
     as_json, wants_paths = flags.get("json", False), flags.get("image_paths", False)
     quieten(show_bars=not as_json)

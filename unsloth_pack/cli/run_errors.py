@@ -7,13 +7,13 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from unsloth_pack.checkpoints.names import holds_model
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.run.machine import count_processes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from unsloth_pack.report.callbacks import MetricsFile, StopOnSignal
     from unsloth_pack.training.trainer import RunTrainer
 
@@ -94,7 +94,7 @@ def check_learned(trainer: "RunTrainer") -> None:
 
 
 def say_how_to_resume(
-    console: "Console", trainer: "RunTrainer", metrics: "MetricsFile", received: Signals
+    console: Console, trainer: "RunTrainer", metrics: "MetricsFile", received: Signals
 ) -> int:
     """Print how to resume a run that a signal stopped; returns the exit code."""
     step, of = trainer.state.global_step, trainer.state.max_steps

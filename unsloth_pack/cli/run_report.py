@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,11 +45,9 @@ from unsloth_pack.report.terminal import (
 from unsloth_pack.run.data import PreparedRows, TrainingData
 from unsloth_pack.run.images import ImagePreparation
 from unsloth_pack.run.machine import is_main_process
+from unsloth_pack.training.nonfinite import NonFinite
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 from unsloth_pack.training.trainer import RunTrainer
-
-if TYPE_CHECKING:
-    from unsloth_pack.training.nonfinite import NonFinite
 
 _EXAMPLES = 3  # generations shown side by side
 _ROWS_LOOKED_AT = 64  # for one to draw
@@ -101,7 +99,7 @@ class RunReport:
         self._trainer.nonfinite_updates.report = self._report_nonfinite
         self._trainer.add_callback(ProgressCallback(self._console, self._print_banner))
 
-    def _report_nonfinite(self, update: "NonFinite") -> None:
+    def _report_nonfinite(self, update: NonFinite) -> None:
         self._metrics.write("nonfinite", **asdict(update))
         self._console.print(str(update), soft_wrap=True, markup=False)
 
@@ -307,14 +305,14 @@ def summarise(
         updates_left_out=trainer.nonfinite_updates.left_out,
         broken_images=trainer.counts.broken_images,
         output_dir=str(trainer.args.output_dir),
-        stream=_rows_of_stream(stream, trainer, [part.name for part in parts]) if stream else None,
+        stream=_rows_of_stream(stream, trainer, parts) if stream else None,
     )
 
 
-def _rows_of_stream(stream: StreamTotals, trainer: RunTrainer, names: list[str]) -> RowsOfStream:
+def _rows_of_stream(stream: StreamTotals, trainer: RunTrainer, parts: Sequence[Part]) -> RowsOfStream:
     rows = trainer.row_stream
     assert rows is not None
     slots = stream.rows * rows.packer.capacity
     fill = RowFill(stream.rows, stream.documents, stream.tokens, slots, stream.tokens)
-    read = zip(names, stream.read_of_parts, strict=False)  # none of them if there is one data set
-    return RowsOfStream(fill, stream.waiting, tuple((name, *counts) for name, counts in read))
+    read = zip(parts, stream.read_of_parts, strict=False)  # none of them if there is one data set
+    return RowsOfStream(fill, stream.waiting, tuple((part.name, *counts) for part, counts in read))

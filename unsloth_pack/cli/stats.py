@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
+from rich.console import Console
+from rich.table import Table
 
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count, FilePath
+from unsloth_pack.report.terminal import LastingConsole, document_lengths, lines_of_parts
 from unsloth_pack.run.data_flags import add_data_flags, add_image_flags, check_sources, read_documents
 from unsloth_pack.run.machine import check_picture
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from unsloth_pack.data.mixture import Mixture
     from unsloth_pack.packing import LengthReport, PackForecast
     from unsloth_pack.run.images import ImageCounts
@@ -33,7 +34,6 @@ def run(arguments: Sequence[str]) -> int:
 
     from unsloth_pack.cli import quieten
     from unsloth_pack.packing import length_report, vision_tokens
-    from unsloth_pack.report.terminal import LastingConsole, document_lengths
 
     quieten(show_bars=not flags.get("json"))
     mixture, prepared, _ = read_documents(flags, flags.get("model_name", "demo"), _UNCUT)
@@ -104,12 +104,8 @@ def _sizes(text: str) -> list[list[str]]:
 
 
 def _print(
-    console: "Console", report: "LengthReport", mixture: "Mixture", images: "ImageCounts | None"
+    console: Console, report: "LengthReport", mixture: "Mixture", images: "ImageCounts | None"
 ) -> None:
-    from rich.table import Table
-
-    from unsloth_pack.report.terminal import lines_of_parts
-
     lines = [f"{name}: {line}" for name, line in lines_of_parts(mixture.parts)]
     lines.append(
         f"{report.count:,} documents, {report.tokens:,} tokens: mean {report.mean:.0f}, "

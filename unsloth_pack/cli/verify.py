@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from unsloth_pack.config import Parser
+from unsloth_pack.report.terminal import LastingConsole
 from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from rich.table import Table
     from transformers import PreTrainedModel
 
     from unsloth_pack.verification import VerifyReport
@@ -29,11 +32,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = _parser().parse(arguments)
     check_sources(flags)
 
-    from rich.console import Console
-
     from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.cli import quieten
-    from unsloth_pack.report.terminal import LastingConsole
     from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
@@ -118,9 +118,7 @@ def _documents(flags: Mapping[str, Any], room: int) -> list[list[int]]:
     return documents
 
 
-def _table(report: "VerifyReport") -> "Table":
-    from rich.table import Table
-
+def _table(report: "VerifyReport") -> Table:
     n_failed = sum(not check.passed for check in report.checks)
     verdict = f"{n_failed} of {len(report.checks)} checks failed" if n_failed else "all checks passed"
     table = Table("check", "found", "allowed", "verdict", title=verdict, title_justify="left")

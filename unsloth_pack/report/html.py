@@ -294,7 +294,6 @@ def _svg(name: str, draw: Callable[[], Figure]) -> str:
 
 
 def _answers(demo: Mapping[str, Any]) -> str:
-    """Return the answers of a demo's model."""
     before, after = (demo[f"exact_match_{name}"] for name in ("before", "after"))
     columns = ("prompt", "before", "after", "expected")
     head = "".join(f"<th>{column}</th>" for column in columns)

@@ -133,7 +133,7 @@ def build_data(
     elif packs is None:
         loaded = load_training_data(data)
     sets = [] if eval_packs else evaluation_sets(data)
-    eval_loaded = load_all(sets, "test", data.num_proc, data.sample_limit)
+    eval_loaded = load_all(sets, data.num_proc, data.sample_limit, split="test")
 
     rows = [each.rows for each in (*loaded, *eval_loaded)]
     if stream is not None and takes_images(model.model_name):

@@ -1,7 +1,7 @@
 """From the rows of a data set to tokenised documents, in the same way for every subcommand."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -21,7 +21,7 @@ from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.run.images import ImagePreparation
-from unsloth_pack.run.resolve import first_rows, training_sets
+from unsloth_pack.run.resolve import training_sets
 from unsloth_pack.training.trl_setup import training_template
 
 
@@ -66,21 +66,22 @@ class RowsOfSet:
 
 
 def load_all(
-    data_sets: Sequence[DataSet], split: str = "train", num_proc: int | None = None, most: int | None = None
+    data_sets: Sequence[DataSet], num_proc: int | None, *most: int | None, split: str = "train"
 ) -> list[RowsOfSet]:
-    """Load the rows of data sets, the first `most` of each; `split` is of those that name none."""
+    """Load the first rows of data sets, at most each `most`; `split` is of those that name none."""
     loaded = []
     for data_set in data_sets:
         rows = data_set.read(split, num_proc)
-        chosen = first_rows(data_set, most).for_rows_with(rows.column_names)
+        limits = [limit for limit in (data_set.limit, *most) if limit is not None]
+        limited = replace(data_set, limit=min(limits, default=None))
+        chosen = limited.for_rows_with(rows.column_names)
         loaded.append(RowsOfSet(chosen, chosen.chosen(rows), tuple(rows.column_names)))
     return loaded
 
 
 def load_training_data(data: DataOptions, most: int | None = None) -> list[RowsOfSet]:
     """Load the rows that a run trains on, see `load_all`; at most `most` of each data set."""
-    limits = [limit for limit in (most, data.sample_limit) if limit is not None]
-    loaded = load_all(training_sets(data), num_proc=data.num_proc, most=min(limits, default=None))
+    loaded = load_all(training_sets(data), data.num_proc, data.sample_limit, most)
     sharing = {each.data_set.name: each.names for each in loaded if each.data_set.shares_columns}
     check_shared(data.columns or {}, sharing)
     return loaded

@@ -28,6 +28,7 @@ from unsloth_pack.config.options import OWN_TEACHERS, OutputOptions
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, errors_of
+from unsloth_pack.report.metrics import has_ended, read_data, read_fact, read_losses
 from unsloth_pack.run.contradictions import OF_AN_ADAPTER, SCHEDULES_WITHOUT_WARMUP
 from unsloth_pack.run.from_adapter import options_of_run
 from unsloth_pack.run.machine import check_new_folder, check_writable, count_processes, is_main_process
@@ -215,8 +216,6 @@ def _leaves_config(run: Mapping[str, Any]) -> bool:
 
 def _is_of_the_run(target: Path, folder: Path) -> bool:
     """Whether the run in `folder` saves its merged model at `target`."""
-    from unsloth_pack.report.metrics import read_fact
-
     saved, run = [folder / "merged"], options_of_run(folder)
     if run.get("save_path"):
         cwd = Path(read_fact(folder, "cwd") or "")
@@ -226,7 +225,6 @@ def _is_of_the_run(target: Path, folder: Path) -> bool:
 
 
 def _check_resumable(folder: Path) -> None:
-    from unsloth_pack.report.metrics import has_ended, read_fact, read_losses
     from unsloth_pack.training.checkpoints import has_stopped_early, last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
@@ -276,7 +274,6 @@ def check_same_data(
         names: the paths of the data.
         ledger, fingerprint: of that data as it is now.
     """
-    from unsloth_pack.report.metrics import read_data
     from unsloth_pack.training.checkpoints import last_checkpoint
 
     before = read_data(folder, use) if last_checkpoint(folder) is not None else None

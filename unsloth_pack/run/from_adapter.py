@@ -9,6 +9,7 @@ from typing import Any
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.config.options import AdapterOptions
 from unsloth_pack.errors import InputError, written
+from unsloth_pack.report.metrics import read_config
 
 # Options of an adapter that its configuration has under the same names
 _OF_ITS_OWN = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora")
@@ -68,8 +69,6 @@ def held_by_run(folder: Path) -> dict[str, Any]:
 
 def options_of_run(folder: Path) -> dict[str, Any]:
     """The options of the run in `folder`, by name; empty where no run is."""
-    from unsloth_pack.report.metrics import read_config
-
     try:
         return read_config(folder)
     except InputError:

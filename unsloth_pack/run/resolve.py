@@ -17,6 +17,7 @@ from unsloth_pack.data.sources import DataSet
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError, written
 from unsloth_pack.packing import PackManifest, find_packs, read_manifest
+from unsloth_pack.report.metrics import read_config, read_fact
 from unsloth_pack.run.from_adapter import saved_config, values_of_adapter
 from unsloth_pack.run.machine import count_processes
 
@@ -56,14 +57,7 @@ def evaluation_sets(data: DataOptions) -> list[DataSet]:
     """The data sets that a run evaluates on. They may lack columns of the training data."""
     if data.eval_dataset is None:
         return []
-    named = data_sets_of(data.eval_dataset, data.columns, are_shared=True)
-    return [first_rows(each, data.sample_limit) for each in named]
-
-
-def first_rows(data_set: DataSet, most: int | None) -> DataSet:
-    """Limit a data set to its first rows."""
-    limits = [limit for limit in (data_set.limit, most) if limit is not None]
-    return replace(data_set, limit=min(limits, default=None))
+    return data_sets_of(data.eval_dataset, data.columns, are_shared=True)
 
 
 def paths_of(named: Named | None) -> list[str]:
@@ -126,8 +120,6 @@ def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
 
 def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the run in `output_dir`."""
-    from unsloth_pack.report.metrics import read_config, read_fact
-
     if "output_dir" not in given:
         raise InputError("--resume needs --output_dir; name the folder of the run to continue")
     if given.get("overwrite_output_dir"):

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from unsloth_pack.config.options import Section, TrainingOptions
 from unsloth_pack.config.values import read_as
 from unsloth_pack.errors import InputError, errors_of
@@ -104,8 +106,6 @@ def _fsdp_settings(value: str) -> dict[str, Any]:
 
 def _settings(name: str, value: str) -> dict[str, Any]:
     """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`."""
-    import yaml
-
     presets = _PRESETS[name]
     if value in presets:
         return copy.deepcopy(presets[value])

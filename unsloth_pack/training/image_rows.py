@@ -30,7 +30,6 @@ class ImageRowCollator:
     The batch holds `input_ids` and `labels` `[1, T]`; `position_ids` `[1, T]`, which restart at every
     document, for trainers that count by them; `packed_row` for a patched model; and with images their
     `pixel_values` uint8, and their description as lists on the host.
-
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class ImageRowCollator:
                 ids.append(np.asarray(row["input_ids"][begin:end], dtype=np.int64))
                 labels.append(np.asarray(row["labels"][begin:end], dtype=np.int64))
                 images.append([])
-            counts = Counter(map(_document_of, row[COLUMN]))
-            for record in row[COLUMN]:
-                document = _document_of(record)
+            documents = [record.get("document") or 0 for record in row[COLUMN]]  # no number if there is one
+            counts = Counter(documents)
+            for record, document in zip(row[COLUMN], documents, strict=True):
                 image = self._decoded(record, counts[document])
                 if image is None:
                     labels[first + document][:] = IGNORE_INDEX
@@ -96,8 +95,3 @@ class ImageRowCollator:
             if not self.skip_broken:
                 raise
             return None
-
-
-def _document_of(image: Mapping[str, Any]) -> int:
-    """Return the number of an image's document in its row; a row of one document has no numbers."""
-    return image.get("document") or 0

@@ -66,7 +66,6 @@ _Part = tuple[dict[str, Any], Tensor | float]  # of a micro-batch, and its share
 
 
 def _cut(trainer: Any, inputs: Mapping[str, Any], max_tokens: int) -> list[_Part]:
-    """Cut a micro-batch by rows."""
     if inputs.get("pixel_values") is not None:
         raise InputError("limit_tokens cuts rows of text, and these have images; leave it out")
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
