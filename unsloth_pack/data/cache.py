@@ -29,6 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
 from filelock import FileLock
 
 from unsloth_pack.errors import InputError, RunStopped
@@ -36,7 +37,6 @@ from unsloth_pack.forked import children_end_with_this_process
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
 _VERSION = 4  # raise it when what is kept changes for the same key
 _NOTES = "notes.json"
@@ -99,8 +99,6 @@ def open_cached(folder: Path) -> datasets.Dataset:
 
 def write_tables(path: Path, tables: Iterator[pa.Table]) -> None:
     """Write tables of one schema, at least one, into a new Arrow file, through to the disk."""
-    import pyarrow as pa
-
     first = next(tables)
     with path.open("wb") as file:
         with pa.ipc.new_stream(file, first.schema) as stream:

@@ -17,6 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import pyarrow as pa
+
 from unsloth_pack.data.cache import Notes, digest, from_cache, in_order, open_cached, write_tables
 from unsloth_pack.data.text_files import (
     COMPRESSED,
@@ -33,7 +35,6 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "txt"}
 _SMALL = 4 << 20  # bytes of files whose rows are held in memory
@@ -96,8 +97,6 @@ def _read(
     schema: pa.Schema | None = None,
 ) -> pa.Table | None:
     """The rows of the files, or None if they were written into `folder`."""
-    import pyarrow as pa
-
     from unsloth_pack.data.lossless_json import joined_schema
 
     schema = parquet_schema(files) if kind == "parquet" else schema
@@ -140,8 +139,6 @@ def _parts_of(path: Path, kind: str) -> list[FilePart]:
 def _read_part(
     task: tuple[int, FilePart], kind: str, schema: pa.Schema | None, folder: Path | None
 ) -> list[_Chunk]:
-    import pyarrow as pa
-
     number, part = task
     if kind == "parquet":
         tables = read_parquet(part.path, cast("pa.Schema", schema))
@@ -171,7 +168,6 @@ def _text_tables(part: FilePart, kind: str, schema: pa.Schema | None) -> Iterato
 
 def parquet_schema(files: Sequence[Path]) -> pa.Schema:
     """The types of all files, which have the same columns."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     schemas = []
@@ -190,7 +186,6 @@ def parquet_schema(files: Sequence[Path]) -> pa.Schema:
 
 def read_parquet(file: Path, schema: pa.Schema, first: int = 0) -> Iterator[pa.Table]:
     """The rows of a file from number `first` on, with the types of `schema`."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     parquet = pq.ParquetFile(file)

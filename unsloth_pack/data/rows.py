@@ -9,11 +9,12 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import pyarrow as pa
+
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
 ColumnMapping = Mapping[str, "str | None"]
 Row = Mapping[str, Any]
@@ -262,8 +263,6 @@ def image_field(is_packed: bool = False) -> pa.Field:
     height, width: in pixels, as it is seen. tokens: that it takes. most_pixels: to which it is shrunk.
     row, column: in the data, for errors.
     """
-    import pyarrow as pa
-
     fields: dict[str, pa.DataType] = {DOCUMENT: pa.int32()} if is_packed else {}
     fields |= {"path": pa.string(), "size": pa.int64(), "mtime_ns": pa.int64()}
     fields |= {"bytes": pa.large_binary(), "sha256": pa.string()}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.files import kind_of_all, parquet_schema, read_parquet
@@ -35,7 +36,6 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from unsloth_pack.data.token_counts import TokenLedger
@@ -326,8 +326,6 @@ class DocumentStream:
         return tally.ledger, hashes.hexdigest()
 
     def _tokenize(self, block: RawBlock, share: Share) -> DocumentBlock:
-        import pyarrow as pa
-
         schema = document_schema() if self._images is None else self._images.schema
         chosen, tally, tables = share.indices(block), SpanCounts(), [schema.empty_table()]
         if chosen:

@@ -15,6 +15,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
+import pyarrow as pa
+
 from unsloth_pack.errors import InputError
 
 Row = dict[str, Any]
@@ -49,8 +51,6 @@ def plain_name(path: Path) -> Path:
 
 def open_bytes(path: Path) -> IO[bytes]:
     """The content of a file, unpacked as it is read."""
-    import pyarrow as pa
-
     match COMPRESSED.get(path.suffix.lower()):
         case None:
             return path.open("rb")
@@ -67,8 +67,6 @@ def open_text(path: Path, newline: str = "\n") -> io.TextIOWrapper:
 @contextmanager
 def refuse_unreadable(path: Path) -> Iterator[None]:
     """Inside this context, a file that is cut, broken or no text, or has unknown types, is refused."""
-    import pyarrow as pa
-
     try:
         yield
     except InputError:

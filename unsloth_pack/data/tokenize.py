@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from unsloth_pack.data.cache import (
     Notes,
@@ -40,7 +41,6 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenizer_hash"]
@@ -92,7 +92,6 @@ def documents_of(
 def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
     """All documents that `make` makes of its data set; those of a large one lie in the data set cache."""
     import datasets as hf
-    import pyarrow as pa
 
     spans = spans_of(len(make.dataset), make.dataset.data.nbytes)
     if len(spans) > 1:
@@ -246,15 +245,11 @@ def check_counted(ledger: TokenLedger, max_length: int) -> None:
 
 def document_schema(*more: str) -> pa.Schema:
     """The types of tokenised rows, with more columns of one whole number a token."""
-    import pyarrow as pa
-
     return pa.schema(dict.fromkeys(("input_ids", "labels", *more), pa.list_(pa.int32())))
 
 
 def table_of(encoded: Encoded, more: Mapping[str, np.ndarray] | None = None) -> pa.Table:
     """The documents in which a label counts; `more` are further columns, `[tokens]` int32."""
-    import pyarrow as pa
-
     stays = encoded.counted > 0
     numbers, lengths = {"input_ids": encoded.ids, "labels": encoded.labels, **(more or {})}, encoded.kept
     if not stays.all():

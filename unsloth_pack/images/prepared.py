@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from unsloth_pack.data.cache import digest, in_order, spans_of
 from unsloth_pack.data.columns import IMAGE_COLUMNS
@@ -31,7 +32,6 @@ from unsloth_pack.images.rows import MARK
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
 _USED = {
     *IMAGE_COLUMNS,
@@ -177,8 +177,6 @@ class ImageDocumentMaker(SpanMaker):
             yield self._tabulate([*self._encode.each(rows, numbers)])
 
     def _tabulate(self, results: list[VisionDocument | None]) -> tuple[SpanCounts, pa.Table]:
-        import pyarrow as pa
-
         documents = [document for document in results if document is not None]
         ids, labels = ([getattr(each, name) for each in documents] for name in ("ids", "labels"))
         nothing = np.zeros(0, np.int32)
@@ -217,7 +215,6 @@ class ImageDocumentMaker(SpanMaker):
 def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.Dataset:
     """Add an empty column of images to tokenised rows of text, to join them with rows with images."""
     import datasets
-    import pyarrow as pa
 
     kind = image_field(is_packed).type.value_type
     offsets = pa.array(np.zeros(len(rows) + 1, np.int32))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from unsloth_pack.data.cache import (
     Notes,
@@ -27,7 +28,6 @@ from unsloth_pack.packing.planner import PackPlan, plan_packs
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow as pa
 
     from unsloth_pack.data.tokenize import Documents
 
@@ -83,7 +83,6 @@ def pack_dataset(
             documents in the order in which the process reads them.
     """
     import datasets
-    import pyarrow as pa
 
     if isinstance(dataset, datasets.IterableDataset):
         from unsloth_pack.packing.iterable import pack_iterable
@@ -129,8 +128,6 @@ class RowBuilder:
         self._batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
 
     def __call__(self, span: tuple[int, int]) -> pa.Table:
-        import pyarrow as pa
-
         return pa.concat_tables(self.tables(*span))
 
     def tables(self, first: int, end: int) -> Iterator[pa.Table]:
@@ -140,7 +137,6 @@ class RowBuilder:
 
     def build(self, first: int, last: int) -> pa.Table:
         """The packed rows `first` to `last - 1`."""
-        import pyarrow as pa
         import pyarrow.compute as pc
 
         starts = self._offsets[first : last + 1]
@@ -158,8 +154,6 @@ class RowBuilder:
 
     def _gathered(self, numbers: np.ndarray) -> dict[str, pa.Array]:
         """The columns of these documents, copied from wherever they lie."""
-        import pyarrow as pa
-
         parts: dict[str, list[pa.Array]] = {name: [] for name in self._documents.column_names}
         mapped = memory_maps(self._documents)
         for first in range(0, len(numbers), _SCATTERED_DOCUMENTS):
@@ -172,16 +166,12 @@ class RowBuilder:
 
 def _joined(lists: pa.Array, starts: np.ndarray) -> pa.Array:
     """The lists of each row as one, from those of each document."""
-    import pyarrow as pa
-
     before = np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy())])
     return pa.ListArray.from_arrays(pa.array(before[starts].astype(np.int32)), lists.flatten())
 
 
 def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:
     """The images of rows, each with the number of its document in its row, from those of each document."""
-    import pyarrow as pa
-
     counts = images.value_lengths().to_numpy().astype(np.int64)
     before = np.concatenate([[0], np.cumsum(counts)])
     place = np.arange(len(counts)) - np.repeat(starts[:-1], np.diff(starts))
