@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,12 +52,13 @@ def from_cache(kind: str, key: Sequence[object] | None, make: Callable[[Path], N
         make: writes Arrow files into an empty folder; returns notes, as JSON has them.
     """
     import datasets
+    from datasets.fingerprint import get_temporary_cache_files_directory
 
     import unsloth_pack
 
     try:
         if key is None or not datasets.is_caching_enabled():
-            folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_folder_of_this_process()))
+            folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=get_temporary_cache_files_directory()))
             return folder, make(folder)
         whole_key = json.dumps([unsloth_pack.__version__, _VERSION, *key])
         name = f"{kind}-{hashlib.sha256(whole_key.encode()).hexdigest()[:32]}"
@@ -137,14 +137,6 @@ def _cache() -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "unsloth_pack"
-
-
-@cache
-def _folder_of_this_process() -> str:
-    from datasets.fingerprint import get_temporary_cache_files_directory
-
-    folder: str = get_temporary_cache_files_directory()
-    return folder
 
 
 # Read a data set from end to end, and give back the memory of mapped files that have been read.

@@ -271,9 +271,9 @@ def image_field(is_packed: bool = False) -> pa.Field:
     return pa.field(IMAGES, pa.list_(pa.struct(fields)))
 
 
-def update_with_images(digest: Any, column: pa.Array | pa.ChunkedArray) -> None:
+def update_with_images(digest: Any, column: pa.ChunkedArray) -> None:
     """Feed a column of images to a hash: how many each row has, and all that their pixels depend on."""
-    array = column.combine_chunks() if hasattr(column, "chunks") else column
+    array = column.combine_chunks()
     digest.update(array.value_lengths().to_numpy())
     images = array.flatten()
     for name, values in zip(images.type.names, images.flatten(), strict=True):

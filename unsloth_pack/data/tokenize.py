@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -264,24 +265,18 @@ class RowHashes:
     """SHA-256 of rows that come in one batch after another: of their lengths and values, column by column."""
 
     def __init__(self) -> None:
-        self._hashes: list[Any] = []
-        self._of_images = hashlib.sha256()
-        self._has_images = False
+        self._hashes = defaultdict[str, Any](hashlib.sha256)
 
-    def update(self, table: pa.Table | pa.RecordBatch) -> None:
-        columns = [table[name] for name in _HASHED_COLUMNS if name in table.schema.names]
-        arrays = [column.combine_chunks() if hasattr(column, "chunks") else column for column in columns]
-        parts = [part for array in arrays for part in (array.value_lengths(), array.flatten())]
-        self._hashes = self._hashes or [hashlib.sha256() for _ in parts]
-        for one, part in zip(self._hashes, parts, strict=True):
-            one.update(part.to_numpy())
-        if IMAGES in table.schema.names:
-            self._has_images = True
-            update_with_images(self._of_images, table[IMAGES])
+    def update(self, table: pa.Table) -> None:
+        for name in (name for name in _HASHED_COLUMNS if name in table.column_names):
+            lists = table[name].combine_chunks()
+            self._hashes[f"lengths of {name}"].update(lists.value_lengths().to_numpy())
+            self._hashes[name].update(lists.flatten().to_numpy())
+        if IMAGES in table.column_names:
+            update_with_images(self._hashes[IMAGES], table[IMAGES])
 
     def hexdigest(self) -> str:
-        hashes = [*self._hashes, *([self._of_images] if self._has_images else [])]
-        return hashlib.sha256(b"".join(one.digest() for one in hashes)).hexdigest()
+        return hashlib.sha256(b"".join(one.digest() for one in self._hashes.values())).hexdigest()
 
 
 def rows_hash(rows: datasets.Dataset) -> str:

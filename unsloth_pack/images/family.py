@@ -34,21 +34,14 @@ class PreparedImage:
 
 
 class ImageFamily(ABC):
-    """Prepare images as the processor of a family of models does, with its own image processor.
+    """Prepare images as the processor of a family of models does, with its own image processor."""
 
-    Attributes:
-        needed: attributes of an image processor of the family.
-        described: the arguments of a call, beside pixels, that describe the images; first their `size`.
-        shrinks: True if an image can be shrunk to fewer tokens.
-        both_ways: True if the tokens of an image attend in both directions, see `VisionSpec`.
-        token_types: the argument that tells a model which tokens are images, or None.
-    """
-
-    needed: ClassVar[tuple[str, ...]]
+    needed: ClassVar[tuple[str, ...]]  # attributes of an image processor of the family
+    # The arguments of a call, beside pixels, that describe the images; first their `size`
     described: ClassVar[tuple[str, ...]] = ()
-    shrinks: ClassVar[bool] = True
-    both_ways: ClassVar[bool] = False
-    token_types: ClassVar[str | None] = None
+    shrinks: ClassVar[bool] = True  # whether an image can be shrunk to fewer tokens
+    both_ways: ClassVar[bool] = False  # the tokens of an image attend in both directions, see `VisionSpec`
+    token_types: ClassVar[str | None] = None  # the argument that tells a model which tokens are images
 
     def __init__(self, image_processor: Any, config: PretrainedConfig):
         if missing := [name for name in self.needed if not hasattr(image_processor, name)]:
