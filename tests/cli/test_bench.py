@@ -44,7 +44,7 @@ def test_four_runs_and_a_breakdown(benched, monkeypatch, tmp_path_factory, tmp_p
         assert run["why_not"] is None
         assert figures["tokens_per_second"] * figures["step_ms"] / 1e3 <= run["rows_per_step"] * 200
         assert figures["peak_memory_bytes"] > 2**20
-        for name in ("startup_seconds", "first_step_seconds", "documents_per_second"):
+        for name in ("startup_seconds", "first_step_seconds", "documents_per_second", "tflops"):
             assert figures[name] > 0
         assert run["step_ms_by_round"] == [figures["step_ms"]]
     assert runs["patched, packed"]["rows_per_step"] == 2
@@ -82,6 +82,7 @@ def answers(monkeypatch):
 def bench_figures(**changes):
     times = {"startup_seconds": 3.0, "first_step_seconds": 1.0, "step_ms": 10.0}
     speeds = {"tokens_per_second": 12345.0, "documents_per_second": 67.0, "tokens_padded": 0.25}
+    speeds |= {"tflops": 543.2, "mfu": 0.549, "hfu": None}
     memory = {"peak_memory_bytes": 2**31, "peak_memory_of": "process memory"}
     return Figures("sdpa", "not captured: why", **(times | speeds | memory | changes))
 
@@ -93,7 +94,14 @@ def test_the_tables(model, data, answers, capsys, monkeypatch):
     flags = ["--steps", "7", "--use_gradient_checkpointing", "offload", "--max_seq_length", "200"]
     assert main(["bench", "--model_name", model, "--dataset", data, *flags]) == 0
     shown = capsys.readouterr().out
-    figures = ("12,345", "2.00 GiB", "25.0%", "40.0%")  # of the gaps: 10 ms, of which 6 were busy
+    figures = (
+        "12,345",
+        "2.00 GiB",
+        "25.0%",
+        "543",
+        "54.9%",
+        "40.0%",
+    )  # of the gaps: 10 ms, of which 6 were busy
     for said in (*LINES, *figures, "plain, padded: OutOfMemoryError", "GEMMs", "host gaps"):
         assert said in shown
     for absent in ("fused kernels", "too busy"):

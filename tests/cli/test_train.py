@@ -51,6 +51,10 @@ def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
     assert losses(out)[12] < 0.9 * losses(out)[1]
     summary = metrics["summary"][0]
     assert summary["tokens_per_second"] > summary["documents_per_second"] > 0
+    logged = metrics["log"][-1]
+    assert all(line["tflops"] > 0 for line in metrics["log"] if "loss" in line)
+    assert summary["tflops"] * summary["seconds"] * 1e12 == pytest.approx(logged["total_flos"])
+    assert summary["mfu"] is summary["hfu"] is None  # a CPU has no peak
     assert summary["peak_memory_bytes"] > 2**20
     assert (summary["first_loss"], summary["last_loss"]) == (losses(out)[1], losses(out)[12])
 

@@ -65,6 +65,11 @@ class Figures:
     tokens_per_second: float
     documents_per_second: float
     tokens_padded: float  # the padding's share of the computed tokens
+    tflops: float  # a device, of model FLOPs
+    mfu: (
+        float | None
+    )  # shares of the chip's peak, 0 to 1; None if it is not known, or for `hfu` of a plain model
+    hfu: float | None
     peak_memory_bytes: int
     peak_memory_of: str
     kernel_ms: dict[str, float] | None = None  # of a profiled step, by category
@@ -131,6 +136,7 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     )
     patch = patch_of(model)
     base_model: Any = model.get_base_model()
+    use = trainer.counts.chips.utilisation(*watch.flops, watch.seconds)
     return Figures(
         attention=patch.report.attn_backend if patch else str(model.config._attn_implementation),
         step_graphs=str(base_model.get_decoder().step_graphs) if patch else None,
@@ -140,6 +146,9 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
         tokens_per_second=watch.tokens / watch.seconds,
         documents_per_second=watch.tokens / float(lengths.mean()) / watch.seconds,
         tokens_padded=1 - watch.tokens / watch.slots,
+        tflops=use["tflops"],
+        mfu=use.get("mfu"),
+        hfu=use.get("hfu"),
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
         kernel_ms=kernel_ms,
@@ -193,6 +202,7 @@ class _Watch(TrainerCallback):
         self.on_last: Callable[[], object] = lambda: None
         self.first_step_seconds = self.seconds = 0.0
         self.tokens = self.slots = 0
+        self.flops = 0, 0  # of the model, and of the hardware
 
     def on_step_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
         if state.global_step == 0:
@@ -209,8 +219,12 @@ class _Watch(TrainerCallback):
         elif step == self.last:
             self.seconds = _now() - self._start
             self.on_last()
-            trained = self.trainer.trained
-            self.tokens, self.slots = trained.tokens - self._before.tokens, trained.slots - self._before.slots
+            trained, before = self.trainer.trained, self._before
+            self.tokens, self.slots = trained.tokens - before.tokens, trained.slots - before.slots
+            self.flops = (
+                trained.model_flops - before.model_flops,
+                trained.hardware_flops - before.hardware_flops,
+            )
 
 
 def _now() -> float:

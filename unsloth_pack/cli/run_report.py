@@ -305,6 +305,7 @@ def summarise(
         updates_left_out=trainer.nonfinite_updates.left_out,
         broken_images=trainer.counts.broken_images,
         output_dir=str(trainer.args.output_dir),
+        **trainer.counts.chips.utilisation(trained.model_flops, trained.hardware_flops, trained.seconds),
         stream=_rows_of_stream(stream, trainer, parts) if stream else None,
     )
 

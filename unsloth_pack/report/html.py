@@ -33,7 +33,9 @@ _CURVES = (
     ("tokens_per_second", "tokens a second", 1.0),
     ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
 )
-_PARTS = (  # of a loss, where lines have them
+_PARTS = (  # where lines have them: the use of the device, and parts of a loss
+    ("tflops", "model TFLOP/s a device", 1.0),
+    ("mfu", "MFU, the share of the peak", 1.0),
     ("kl_loss", "KL from the teacher (nats a token)", 1.0),
     ("sft_loss", "cross-entropy (nats a token)", 1.0),
     ("rewards/margins", "reward of the better answer over the worse", 1.0),
@@ -129,7 +131,7 @@ def draw_row(row: PackedRowSeen) -> Figure:
 
 
 def draw_curves(log: Log) -> Figure:
-    """Draw loss, learning rate, tokens a second and memory over the updates; of another loss its parts."""
+    """Draw loss, learning rate, tokens a second and memory over the updates; and `_PARTS`."""
     parts = [part for part in _PARTS if any(part[0] in line for line in log)]
     counters = sorted({name for line in log for name in line if name.startswith("rollouts/")})
     parts += [(name, f"{name}, mean", 1.0) for name in counters]

@@ -5,7 +5,8 @@ config    the first line: the options of the run by name, without sections; vers
 data      a line each for the training and the evaluation data: the token ledger, the fill of the rows, the
           fingerprint of ids and labels, and how uneven the work of several ranks is
 log       what the trainer logs, with `step`, the `seconds` since this process began to train, and
-          `memory_bytes`, the peak of its memory so far
+          `memory_bytes`, the peak of its memory so far; with a loss also `tflops`, `mfu` and `hfu` since the
+          line before (`training/flops.py`), the latter two where the peak of the chip is known
 demo      exact match on held-out rows, before and after
 nonfinite an update that was left out, with its `step`, rows and documents
 stopped   a signal ended the run after `step`

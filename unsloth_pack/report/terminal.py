@@ -126,6 +126,9 @@ class RunSummary:
     updates_left_out: int  # as they were not finite
     broken_images: int  # each time that one was met
     output_dir: str
+    tflops: float  # a device, of model FLOPs
+    mfu: float | None = None  # shares of the chip's peak, 0 to 1; None if it is not known
+    hfu: float | None = None
     stream: RowsOfStream | None = None
 
 
@@ -160,6 +163,9 @@ def print_packs(
 def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) -> None:
     """Print speed, memory, loss and where the tokens went, at the end."""
     speed = f"{summary.documents_per_second:,.1f} samples/s, {summary.tokens_per_second:,.0f} real tokens/s"
+    speed += f", {summary.tflops:,.3g} TFLOP/s"
+    shares = {"MFU": summary.mfu, "HFU": summary.hfu}
+    speed += "".join(f", {name} {share:.1%}" for name, share in shares.items() if share is not None)
     passes = "" if summary.stream else f" in {summary.epochs:.4g} epochs"
     unscored = summary.tokens_trained - summary.tokens_counted
     tokens = f"{summary.tokens_trained:,} trained{passes}: {summary.tokens_counted:,} counted in the loss"

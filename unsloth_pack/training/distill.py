@@ -10,6 +10,7 @@ Logged beside the loss, in nats a token, over all processes: `sft_loss`, `kl_los
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,13 @@ class Distillation(Objective):
     def __init__(self, trainer: Any, loss: DistillationLoss):
         super().__init__(trainer, loss)
         self._divergences: deque[float] = deque(maxlen=_N_LINES)  # of the last lines
+
+    def list_frozen_passes(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
+        loss: Any = self.loss
+        if loss.teacher is stored_teacher:
+            return []
+        model = loss.teacher.keywords.get("model", self._model)  # see `make_teacher`
+        return [(model, batch) for batch in batches]
 
     def losses_of_evaluation(self) -> DocumentLosses:
         def read(_: object) -> Values:  # the last token predicts none

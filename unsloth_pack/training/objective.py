@@ -65,6 +65,10 @@ class Objective(ABC):
         """
         return n_labels
 
+    def list_frozen_passes(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
+        """Return each further pass of an update, without gradients: a model and its batch."""
+        return []
+
     def run(self, model: nn.Module, inputs: Batch, **options: object) -> Any:
         """Run the model with the objective's loss."""
         before, self._model.training_loss = self._model.training_loss, self.loss

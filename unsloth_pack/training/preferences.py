@@ -118,6 +118,12 @@ class Preferences(Objective):
         shares = decoder.why_no_branches is None and not trainer.args.neftune_noise_alpha
         trainer.data_collator = PreferenceCollator(shares, learns_prompts=isinstance(loss, OrpoLoss))
 
+    def list_frozen_passes(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
+        loss: Any = self.loss
+        mismatched = [batch[MISMATCHED] for batch in batches if MISMATCHED in batch]
+        of_reference = [] if loss.reference is None else [*batches, *mismatched]
+        return [(self._model, batch) for batch in (*of_reference, *mismatched)]
+
     def begin_update(self, batches: Sequence[Batch], n_labels: Tensor | int | None) -> Tensor | int | None:
         """Count the documents; estimate KTO's KL term over all of them, whichever share a micro-batch."""
         answers = [batch[ANSWERS].n_labels for batch in batches]

@@ -118,7 +118,7 @@ class RunTrainer(SFTTrainer):
         if self.rollouts is not None or TEACHER_IDS in rows.column_names:
             self.data_collator = TokenColumnCollator(self.data_collator)
         self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
-        self.counts = TokenCounts()
+        self.counts = TokenCounts(trained, self.args)
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.nonfinite_updates = NonFiniteUpdates()
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
@@ -262,7 +262,8 @@ class RunTrainer(SFTTrainer):
         self, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         batches, counted = super().get_batch_samples(*args, **kwargs)
-        self.counts.add(batches, counted, self.accelerator)
+        frozen = () if self.objective is None else self.objective.list_frozen_passes(batches)
+        self.counts.add(batches, counted, frozen, self.accelerator)
         if self.objective is not None:
             counted = self.objective.begin_update(batches, counted)
         return batches, counted
@@ -306,10 +307,10 @@ class RunTrainer(SFTTrainer):
     # After an update
 
     def store_flos(self) -> None:
-        """Store them at a save and at the end: at every log line all processes would wait for each other."""
+        """Store ours at a save and at the end: at every log line the host might wait for the device."""
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if ends or self.control.should_save:
-            super().store_flos()
+            self.state.total_flos = self.trained.model_flops
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         hand_over_metrics(self)

@@ -1,4 +1,4 @@
-"""Account for every update of a run: its tokens, time and memory, and whether it is finite.
+"""Account for every update of a run: its tokens, FLOPs, time and memory, and whether it is finite.
 
 The device decides whether an update is finite, and it leaves out one that is not. The host reads that with
 the next log line, and only then searches for the documents that are to blame.
@@ -20,52 +20,70 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.memory.advice import MemoryUse
 from unsloth_pack.modules import whole
 from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
+from unsloth_pack.training.chips import Chips
 from unsloth_pack.training.document_losses import Batch
+from unsloth_pack.training.flops import FlopCounter
 from unsloth_pack.training.nonfinite import NonFinite, find_culprits
 
 if TYPE_CHECKING:
     from unsloth_pack.training.trainer import RunTrainer
 
 COUNTS_FILE = "counts.json"  # in a checkpoint
-Count = Tensor | int  # a tensor may be on the device, and is not read before somebody asks
+Count = Tensor | float  # a tensor may be on the device, and is not read before somebody asks
+_FLOPS = ("model_flops", "hardware_flops")
+_SUMS = ("tokens", "slots", *_FLOPS, "counted")  # of `TokenCounter`
 _MAX_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """Seconds and tokens of training."""
+    """Seconds, tokens and FLOPs of training."""
 
     seconds: float = 0.0
     tokens: int = 0  # without padding
     slots: int = 0  # with padding
     counted: int = 0  # that the loss was a mean of
+    model_flops: int = 0  # see `training/flops.py`
+    hardware_flops: int = 0
 
 
 class TokenCounts:
-    """Counts seconds and tokens of training; a resumed run goes on from the counts in its checkpoint."""
+    """Counts what `TokenCounter` has; a resumed run goes on from the counts in its checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
+        self.chips = Chips.of_run(args, model)
+        self._flops = FlopCounter(model)
         self._seconds = 0.0  # until training was started last
         self._started: float | None = None
-        self._sums: dict[str, Count] = {"tokens": 0, "slots": 0, "counted": 0}
+        self._sums: dict[str, Count] = dict.fromkeys(_SUMS, 0)
+        self._line = 0.0, 0.0, 0.0  # model FLOPs, hardware FLOPs and seconds until the last log line
         self.broken_images = 0  # that this process has met
 
     @property
     def trained(self) -> TokenCounter:
         """Return the counts over all processes, and all resumptions."""
-        since = 0.0 if self._started is None else time.monotonic() - self._started
-        return TokenCounter(self._seconds + since, **{name: int(n) for name, n in self._sums.items()})
+        return TokenCounter(self.seconds, **{name: int(n) for name, n in self._sums.items()})
 
     @property
-    def tokens(self) -> Count:
-        """Return the tokens of `trained`, perhaps on the device."""
-        return self._sums["tokens"]
+    def seconds(self) -> float:
+        """Return the seconds of `trained`."""
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def sums(self, *names: str) -> list[Count]:
+        """Return numbers of `trained`, perhaps on the device."""
+        return [self._sums[name] for name in names]
+
+    def utilisation(self, model_flops: float, hardware_flops: float) -> dict[str, float]:
+        """Return that of the chips since the last call, from the FLOPs of all updates until now."""
+        now = model_flops, hardware_flops, self.seconds
+        before, self._line = self._line, now
+        return self.chips.utilisation(*(x - y for x, y in zip(now, before, strict=True)))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -76,22 +94,36 @@ class TokenCounts:
         finally:
             self._seconds, self._started = self._seconds + time.monotonic() - started, None
 
-    def add(self, batches: Sequence[Batch], counted: Count | None, accelerator: Accelerator) -> None:
-        """Add the micro-batches of an update, in all processes; `counted` is None where it is not known."""
+    def add(
+        self,
+        batches: Sequence[Batch],
+        counted: Count | None,
+        frozen: Iterable[tuple[Any, Batch]],
+        accelerator: Accelerator,
+    ) -> None:
+        """Add the micro-batches of an update, in all processes.
+
+        Args:
+            counted: labels, in all of them; None where it is not known.
+            frozen: passes without gradients beside: a model and its batch.
+        """
         slots: Count = sum(batch["input_ids"].numel() for batch in batches)
         tokens: Count = sum(
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
             for batch in batches
         )
+        n_labels = None if counted is None else counted / accelerator.num_processes
+        sums = [tokens, slots, *self._flops.count(batches, n_labels, frozen)]
         if accelerator.num_processes > 1:
-            # Unlike a copy, filling a tensor does not wait for the device
-            both = [
-                x if isinstance(x, Tensor) else torch.full((), x, device=accelerator.device)
-                for x in (tokens, slots)
+            # Unlike a copy, filling a tensor does not wait for the device. float64 holds every count
+            device: Any = accelerator.device
+            on_device = [
+                x.double() if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+                for x in sums
             ]
-            tokens, slots = accelerator.reduce(torch.stack(both))
-        counts = {"tokens": tokens, "slots": slots, "counted": 0 if counted is None else counted}
-        self._sums = {name: self._sums[name] + count for name, count in counts.items()}
+            sums = [*accelerator.reduce(torch.stack(on_device))]
+        counts = zip(_SUMS, [*sums, 0 if counted is None else counted], strict=True)
+        self._sums = {name: self._sums[name] + count for name, count in counts}
 
     def save(self, checkpoint: Path) -> None:
         """Write the counts into a checkpoint."""
@@ -99,8 +131,11 @@ class TokenCounts:
 
     def load(self, checkpoint: Path) -> None:
         """Go on from the counts in a checkpoint."""
-        self._sums = json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8"))
-        self._seconds = float(self._sums.pop("seconds"))
+        counts = json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8"))
+        self._seconds = float(counts.pop("seconds"))
+        self._sums |= counts  # that of an earlier version has no FLOPs
+        model_flops, hardware_flops = map(float, self.sums(*_FLOPS))
+        self._line = model_flops, hardware_flops, self._seconds
 
 
 class MemoryWatch:
@@ -221,7 +256,7 @@ class NonFiniteUpdates:
 
 
 class RunLine(LogLine):
-    """A log line that knows the updates left out, and the tokens of all processes."""
+    """A log line that knows the updates left out, and the tokens and FLOPs of all processes."""
 
     def __init__(self, trainer: "RunTrainer", *numbers: Any):
         super().__init__(trainer, *numbers)
@@ -229,7 +264,7 @@ class RunLine(LogLine):
             self._trl_metrics |= trainer.rollouts.take_metrics()
         self._steps, finite = trainer.nonfinite_updates.take_verdicts()
         self._finite = HostCopy(finite)
-        self._all_tokens = copy_number(trainer.counts.tokens)
+        self._all_tokens, *self._flops = map(copy_number, trainer.counts.sums("tokens", *_FLOPS))
         self.left_out: list[int] = []  # once it is read
 
     def read(self, trainer: Any) -> dict[str, float]:
@@ -238,6 +273,8 @@ class RunLine(LogLine):
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
             metrics["num_tokens"] = [int(self._all_tokens.read())]
+        model_flops, hardware_flops = (float(copied.read()) for copied in self._flops)
+        logs |= trainer.counts.utilisation(model_flops, hardware_flops)
         return logs | ({"loss": math.nan} if self.left_out else {})
 
 

@@ -1,0 +1,78 @@
+"""Compare the FLOPs of a run with the peak of its chips."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from unsloth_pack.lora.quantised import Fp8Linear
+
+# Dense TFLOP/s in 16 bits with sums in float32, and in fp8 (None without it), from the data sheets and
+# architecture white papers of NVIDIA and AMD. The first name that stands in a device's name decides.
+_PEAKS: dict[str, tuple[float, float | None]] = {
+    "GB200": (2500.0, 5000.0),
+    "B200": (2250.0, 4500.0),
+    "H200 NVL": (835.5, 1671.0),
+    "H100 NVL": (835.5, 1671.0),
+    "H100 PCIe": (756.5, 1513.0),
+    **dict.fromkeys(("GH200", "H200", "H100", "H800"), (989.5, 1979.0)),
+    "H20": (148.0, 296.0),
+    **dict.fromkeys(("A100", "A800"), (312.0, None)),
+    "A40": (149.7, None),
+    "A30": (165.0, None),
+    "A10": (125.0, None),
+    "L40S": (362.05, 733.0),
+    "L40": (181.05, 362.0),
+    "L4": (121.0, 242.5),
+    "T4": (65.0, None),
+    "V100-PCIE": (112.0, None),
+    "V100": (125.0, None),
+    "RTX 6000 Ada": (364.25, 728.5),
+    "RTX A6000": (154.85, None),
+    "RTX 5090": (209.5, 419.0),
+    "RTX 4090": (165.2, 330.3),
+    "RTX 3090": (71.0, None),
+    **dict.fromkeys(("MI300X", "MI325X"), (1307.4, 2614.9)),
+}
+_OTHER_CHIP = re.compile(r"Laptop|Max-Q|\bTi\b|MIG| D$")  # another of that name, or a part of one
+
+
+def peak_flops(device_name: str, in_fp8: bool = False) -> float | None:
+    """Return the dense peak of a chip in FLOP/s, of 16-bit or of fp8 products; None if it is not known."""
+    if _OTHER_CHIP.search(device_name):
+        return None
+    peaks = (peaks for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name))
+    peak = next(peaks, (None, None))[in_fp8]
+    return None if peak is None else peak * 1e12
+
+
+@dataclass(frozen=True)
+class Chips:
+    """The devices of a run: their number, and the peak of one in FLOP/s, or None."""
+
+    number: int
+    peak: float | None
+
+    @classmethod
+    def of_run(cls, args: TrainingArguments, model: nn.Module) -> "Chips":
+        """Return the chips that train a model. For float32 there is no peak: tensor cores are a setting."""
+        peak = None
+        if args.device.type == "cuda" and (args.bf16 or args.fp16):
+            in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+            peak = peak_flops(torch.cuda.get_device_name(args.device), in_fp8)
+        return cls(args.world_size, peak)
+
+    def utilisation(self, model_flops: float, hardware_flops: float, seconds: float) -> dict[str, float]:
+        """Return `tflops`, model TFLOP/s a device; with a peak also `mfu` and `hfu`, 0 to 1.
+
+        Args:
+            model_flops, hardware_flops: of all devices; the latter 0, and no `hfu`, where they are not known.
+        """
+        if seconds <= 0:
+            return {}
+        rates = {"mfu": model_flops, "hfu": hardware_flops}
+        rates = {name: flops / seconds / self.number for name, flops in rates.items() if flops}
+        shares = {} if self.peak is None else {name: rate / self.peak for name, rate in rates.items()}
+        return {"tflops": rates.get("mfu", 0.0) / 1e12} | shares
