@@ -87,7 +87,7 @@ def logged(trainer, checkpoint=None):
     """What the trainer logged in training, without times."""
     trainer.train(resume_from_checkpoint=checkpoint)
     return [
-        {key: value for key, value in line.items() if not key.endswith(("runtime", "per_second"))}
+        {key: value for key, value in line.items() if not key.endswith(("runtime", "per_second", "tflops"))}
         for line in trainer.state.log_history
     ]
 
