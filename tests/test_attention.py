@@ -43,6 +43,10 @@ OPTIONS = {
     "softcap": AttentionOptions(scale=0.5, softcap=2.0),
     "softcap and window": AttentionOptions(scale=0.5, softcap=2.0, window=7),
 }
+BOTH_WAYS = {
+    "both ways": AttentionOptions(scale=0.2, causal=False),
+    "softcap and both ways": AttentionOptions(scale=0.5, softcap=2.0, causal=False),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -87,7 +91,7 @@ def by_backend(name, options, slack):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", (OPTIONS | BOTH_WAYS).values(), ids=OPTIONS | BOTH_WAYS)
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype):
     names = backends_that_can(dtype, 32, options)

@@ -28,7 +28,7 @@ def written_out(q_NHD, k_NKD, v_NKD, lengths, options):
         if options.softcap is not None:
             logits = options.softcap * torch.tanh(logits / options.softcap)
         age = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
-        hidden = (age < 0) | (age >= (options.window or len(q)))
+        hidden = ((age < 0) & options.causal) | (age >= (options.window or len(q)))
         weights = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)

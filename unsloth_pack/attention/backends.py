@@ -59,7 +59,7 @@ BACKENDS = {  # fastest first
     ),
     "xformers": Backend(flash.why_no_xformers, flash.attend_by_xformers),
     "sdpa": Backend(
-        sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_branches=True, takes_other_keys=True
+        lambda need: None, sdpa.attend, takes_other_v=True, takes_branches=True, takes_other_keys=True
     ),
 }
 
@@ -90,9 +90,8 @@ def attend(
     """
     need = _read_need(q_NHD, v_NKV, options)
     name, _ = choose_backend(backend, need)
-    if row.parent is not None and not BACKENDS[name].takes_branches:
-        able = (other for other in BACKENDS if BACKENDS[other].takes_branches)
-        name = next(other for other in able if why_unavailable(other, need) is None)  # sdpa takes any
+    if row.parent is not None:
+        name = _choose_able(name, need, "takes_branches")
     out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
     if not len(row.blocks):
         return out_NHV
@@ -200,13 +199,13 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
 
 def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
     """Choose a backend for queries with other keys than their own, best the layer's own, `name`."""
-    for candidate in (name, *BACKENDS):
-        if BACKENDS[candidate].takes_other_keys and why_unavailable(candidate, need) is None:
-            return candidate
-    raise BackendUnavailable(
-        f"no attention backend takes tokens that see each other in both directions with {need.options}; "
-        "train rows of text alone"
-    )
+    return _choose_able(name, need, "takes_other_keys")
+
+
+def _choose_able(name: str, need: AttentionNeed, ability: str) -> str:
+    """Return the first backend with the ability, `name` before all others; sdpa has any."""
+    able = (other for other in (name, *BACKENDS) if getattr(BACKENDS[other], ability))
+    return next(other for other in able if why_unavailable(other, need) is None)
 
 
 def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.attention.options import AttentionOptions
 from unsloth_pack.packed_row.row import PackedRow
 
 QKV = tuple[Tensor, Tensor, Tensor]  # q, k and v of one layout
@@ -30,12 +30,6 @@ _EAGER_BLOCK = 1024  # queries whose logits exist at the same time
 # On a GPU larger heads run through torch's memory-efficient kernel, which takes no grouped heads: torch would
 # build the logits of all queries instead.
 _LARGEST_GROUPED = 256
-
-
-def why_unavailable(need: AttentionNeed) -> str | None:
-    if not need.options.causal and _is_eager(need.options):
-        return "it has neither softcap nor sinks for attention that is not causal"
-    return None
 
 
 def attend(
@@ -48,7 +42,7 @@ def attend(
     keys: PackedRow | None = None,
 ) -> Tensor:
     if keys is not None:
-        return _attend_other_keys(q_NHD, k_NKD, v_NKD, row, options, keys)
+        return _attend_other_keys((q_NHD, k_NKD, v_NKD), row, options, keys, sinks_H)
     outs, (stacks, unstack) = [], row.stacks if options.causal else row.equal_stacks
     for queries_SL, keys_SM in stacks:
         q = q_NHD[queries_SL].transpose(1, 2)
@@ -57,7 +51,7 @@ def attend(
         has_ancestors = n_keys > queries_SL.shape[1]
         window = None if options.window is None or options.window >= n_keys else options.window
         if not options.causal:
-            out_SLHD = _attend_fused((q, k, v), options)
+            out_SLHD = _attend_pairs((q, k, v), options, None, False, sinks_H)
         elif has_ancestors or window is not None or (_is_eager(options) and n_keys > _EAGER_BLOCK):
             out_SLHD = _attend_in_blocks((q, k, v), window, row, options, sinks_H)
         else:
@@ -67,18 +61,18 @@ def attend(
 
 
 def _attend_other_keys(
-    q_QHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, row: PackedRow, options: AttentionOptions, keys: PackedRow
+    qkv: QKV, row: PackedRow, options: AttentionOptions, keys: PackedRow, sinks_H: Tensor | None
 ) -> Tensor:
     """Attend from each segment of queries to the segment of `keys` in its place, without a causal mask."""
     outs = []
-    segments = (x.split(list(cut.lengths)) for x, cut in ((q_QHD, row), (k_MKD, keys), (v_MKD, keys)))
+    segments = (x.split(list(cut.lengths)) for x, cut in zip(qkv, (row, keys, keys), strict=True))
     for segment in zip(*segments, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in segment)
         sizes, window, mask = (q.shape[2], k.shape[2]), options.window, None
         if window is not None and window < sizes[1]:
             build = partial(build_mask, *sizes, window, row.device, is_causal=False)
             mask = row.once(("window mask", window, sizes), build)
-        outs.append(_attend_fused((q, k, v), options, mask)[0])
+        outs.append(_attend_pairs((q, k, v), options, mask, False, sinks_H)[0])
     return torch.cat(outs)
 
 
@@ -137,23 +131,24 @@ def attend_dense(
     is_causal = mask is None and n_queries > 1
     if is_causal:
         k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
-    if not _is_eager(options):
-        if q_BHTD.shape[-1] > _LARGEST_GROUPED:
-            groups = q_BHTD.shape[1] // k_BKSD.shape[1]
-            k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
-        return _attend_fused((q_BHTD, k_BKSD, v_BKSD), options, mask, is_causal)
-    if is_causal:
-        mask = build_mask(n_queries, n_queries, None, q_BHTD.device)
-    return _attend_eager((q_BHTD, k_BKSD, v_BKSD), mask, options, sinks_H).transpose(1, 2)
+    return _attend_pairs((q_BHTD, k_BKSD, v_BKSD), options, mask, is_causal, sinks_H)
 
 
-def _attend_fused(
-    qkv: QKV, options: AttentionOptions, mask: Tensor | None = None, is_causal: bool = False
+def _attend_pairs(
+    qkv: QKV, options: AttentionOptions, mask: Tensor | None, is_causal: bool, sinks_H: Tensor | None
 ) -> Tensor:
-    """Attend by one operator of torch, without a mask from every query to every key: `[B, T, H, D]`."""
+    """Attend from every query to every key that the mask lets it see: `[B, T, H, D]`."""
+    q_BHTD, k_BKSD, v_BKSD = qkv
+    if _is_eager(options):
+        if is_causal:
+            mask = build_mask(q_BHTD.shape[2], k_BKSD.shape[2], None, q_BHTD.device)
+        return _attend_eager(qkv, mask, options, sinks_H).transpose(1, 2)
+    if q_BHTD.shape[-1] > _LARGEST_GROUPED:
+        groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+        k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
     named: dict[str, Any] = {"dropout_p": options.dropout, "is_causal": is_causal, "scale": options.scale}
-    named["enable_gqa"] = qkv[0].shape[1] != qkv[1].shape[1]
-    out_BHTD = F.scaled_dot_product_attention(*qkv, mask, **named)
+    named["enable_gqa"] = q_BHTD.shape[1] != k_BKSD.shape[1]
+    out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, mask, **named)
     return out_BHTD.transpose(1, 2)
 
 

@@ -120,7 +120,7 @@ class Preferences(Objective):
 
     def list_frozen_passes(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
         loss: Any = self.loss
-        mismatched = [batch[MISMATCHED] for batch in batches if MISMATCHED in batch]
+        mismatched = [batch[MISMATCHED_BATCH] for batch in batches if MISMATCHED_BATCH in batch]
         of_reference = [] if loss.reference is None else [*batches, *mismatched]
         return [(self._model, batch) for batch in (*of_reference, *mismatched)]
 
