@@ -9,7 +9,7 @@ from tables import table
 from tiny import every_description, positions_of
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.forward_call import check_labels, refuse_counted_labels, take_row
+from unsloth_pack.layers.forward_call import ForwardCall, check_labels, refuse_counted_labels, take_row
 from unsloth_pack.packed_row.describe import describe_row
 from unsloth_pack.packed_row.row import PackedRow
 
@@ -22,7 +22,7 @@ def row_of(shape, labels=None, counted=False, **descriptions):
     if labels is not None:
         check_labels("labels", labels, shape, n_outputs=256)
         if counted:
-            refuse_counted_labels(row, labels, False, -100)
+            refuse_counted_labels(ForwardCall(row, {}, {}), row, labels, False, -100)
     return row
 
 

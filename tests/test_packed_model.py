@@ -30,7 +30,7 @@ from unsloth_pack import UnsupportedArchitecture, patch_model, supported_archite
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.kernels.launch import HostCopy
-from unsloth_pack.layers.forward_call import DeferredCheck
+from unsloth_pack.layers.forward_call import ForwardCall
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -268,8 +268,11 @@ def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
 def on_device(monkeypatch):
     """Every check waits, as where labels lie on a device. Returns the copies that start and that are read."""
     order, start, read = [], HostCopy.__init__, HostCopy.read
-    late = classmethod(lambda cls, count, message: [cls(HostCopy(count), message)])
-    monkeypatch.setattr(DeferredCheck, "start", late)
+    monkeypatch.setattr(
+        ForwardCall,
+        "require_zero",
+        lambda call, count, message: call.counts.append((HostCopy(count), message)),
+    )
     monkeypatch.setattr(HostCopy, "__init__", lambda self, x: order.append("start") or start(self, x))
     monkeypatch.setattr(HostCopy, "read", lambda self: order.append("read") or read(self))
     return order

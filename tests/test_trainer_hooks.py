@@ -186,7 +186,7 @@ def look_at(model, folder, is_filtered=True):
 def test_losses_are_filtered_and_memory_is_given_back(is_patched, on_gpu, is_filtered, tmp_path, monkeypatch):
     calls, patch = [], patched()
     cuda = SimpleNamespace(is_initialized=lambda: on_gpu, empty_cache=lambda: calls.append(True))
-    monkeypatch.setattr("unsloth_pack.memory.checkpointing.torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(f"{runs.HOOKS}.torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(runs.ON_A_GPU, lambda arguments: on_gpu)
     look = look_at(patch._model if is_patched else tiny_model("qwen3"), tmp_path, is_filtered)
     assert look.is_filtered == (is_filtered and not (is_patched and on_gpu))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder, PackedOutput
@@ -29,7 +30,6 @@ from unsloth_pack.losses.head import (
     TrlHead,
     cross_entropy,
     first_tokens,
-    load_balancing_loss,
     loss_output,
     read_head,
     refuse_ignored_adapter,
@@ -128,8 +128,7 @@ class FastCausalLM(QuickWalks):
                 out = super().forward(**arguments, logits_to_keep=logits_to_keep)
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
-        for check in call.checks:
-            check.refuse()
+        call.check_counts()
         return out
 
     def _find_batch(
@@ -296,8 +295,11 @@ class FastCausalLM(QuickWalks):
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
     def _compute_aux_loss(self, call: ForwardCall, decoded: PackedOutput, device: torch.device) -> Tensor:
-        text_config = self.config.get_text_config()
-        return load_balancing_loss(decoded.router_logits, text_config, call.inputs["attention_mask"], device)
+        """Compute the auxiliary loss of routed experts as transformers does."""
+        config, mask = self.config.get_text_config(), call.inputs["attention_mask"]
+        n_experts = getattr(config, "num_experts", None) or config.num_local_experts
+        loss = load_balancing_loss_func(decoded.router_logits, n_experts, config.num_experts_per_tok, mask)
+        return torch.as_tensor(loss, device=device)  # transformers gives 0 for no layers
 
     def generate(self, inputs: object = None, *args: object, **kwargs: object) -> object:
         """Generate as transformers does; `inputs` or `input_ids` may also be a tokenizer's whole output.

@@ -186,32 +186,6 @@ def take_row(
     return describe_call(inputs, descriptions, tokens) if batch is None else batch
 
 
-@dataclass(frozen=True)
-class DeferredCheck:
-    """A count that is 0 in a right call, on its way from the device."""
-
-    count: HostCopy
-    message: str  # of the error; `{}` stands for the count
-
-    @classmethod
-    def start(cls, count: Tensor, message: str) -> list[DeferredCheck]:
-        """Check the count now if it is on the host, else return the check to run after the decoder.
-
-        Raises:
-            InputError: the count is on the host, and not 0.
-        """
-        check = cls(HostCopy(count), message)
-        if count.device.type != "cpu":
-            return [check]
-        check.refuse()
-        return []
-
-    def refuse(self) -> None:
-        """Refuse the call if the count is not 0."""
-        if count := int(self.count.read()):
-            raise InputError(self.message.format(count))
-
-
 @dataclass
 class ForwardCall:
     """A call that has come in."""
@@ -223,7 +197,8 @@ class ForwardCall:
     rest: dict[str, Any]  # the others; neither the row's nor the loss's
     images: Any = None  # pixels and grids that were taken out of `rest`
     features: Any = None  # the tower's output for them, if it is there before the decoder runs
-    checks: list[DeferredCheck] = field(default_factory=list)  # to run after the decoder
+    # counts that are 0 in a right call, on their way from the device, each with the message of its error
+    counts: list[tuple[HostCopy, str]] = field(default_factory=list)
 
     @property
     def row(self) -> PackedRow | None:
@@ -249,6 +224,22 @@ class ForwardCall:
     def before_next_token(self, hidden_BTC: Tensor) -> Tensor:
         """Return the hidden states that predict the token behind each, for a loss of shifted labels."""
         return hidden_BTC if self.row is None else self.row.before_next_token(hidden_BTC)
+
+    def require_zero(self, count: Tensor, message: str) -> None:
+        """Raise InputError unless `count` is 0: at once on the host, else in `check_counts`.
+
+        In the message `{}` stands for the count.
+        """
+        self.counts.append((HostCopy(count), message))
+        if count.device.type == "cpu":
+            self.check_counts()
+
+    def check_counts(self) -> None:
+        """Raise InputError if a count is not 0. Waits for the device, so call it after the decoder."""
+        for copied, message in self.counts:
+            if count := int(copied.read()):
+                raise InputError(message.format(count))
+        self.counts.clear()
 
     def describe(self, row: PackedRow) -> None:
         """Replace the row by one with more details."""
@@ -335,7 +326,7 @@ class StepLabels:
         ignore_index, is_shifted = self.ignore_index, self.shift_labels is not None
         counted = self.shift_labels if is_shifted else self.labels  # by a trainer
         if counted is not None and self.num_items is not None:
-            call.checks += refuse_counted_labels(row, counted, is_shifted, ignore_index)
+            refuse_counted_labels(call, row, counted, is_shifted, ignore_index)
         elif from_trl and self.labels is not None and self._model.training and self._is_first_check():
             count = int(_count_unscored(row, self.labels, False, ignore_index))  # waits for the device
             if count:
@@ -384,11 +375,11 @@ def check_labels(
 
 
 def refuse_counted_labels(
-    row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int
-) -> list[DeferredCheck]:
+    call: ForwardCall, row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int
+) -> None:
     """Refuse unmasked labels `[B, T]` that a trainer counted, although they carry no loss."""
     message = "labels at document starts are counted in num_items_in_batch but carry no loss; "
-    return DeferredCheck.start(_count_unscored(row, labels, is_shifted, ignore_index), message + _REMEDY)
+    call.require_zero(_count_unscored(row, labels, is_shifted, ignore_index), message + _REMEDY)
 
 
 def _count_unscored(row: PackedRow, labels: Tensor, is_shifted: bool, ignore_index: int) -> Tensor:

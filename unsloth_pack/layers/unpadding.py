@@ -18,10 +18,9 @@ from transformers.utils import is_tracing
 
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.modules import has_peft_hooks
-from unsloth_pack.packed_row.describe import LAST_POSITION, refuse_document_ids
+from unsloth_pack.packed_row.describe import LAST_POSITION, is_ordinary_batch, refuse_document_ids
 from unsloth_pack.packed_row.padded_batch import (
     PaddedBatch,
-    is_one_document_a_row,
     is_one_run_a_row,
     padding_has_labels,
 )
@@ -131,8 +130,11 @@ class Unpadding:
         real_BT = mask_BT == 1
         if not (real_BT | (mask_BT == 0)).all():
             return None
-        if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
-            return None  # several documents a row, or an error: `describe_row` tells
+        if positions_BT is not None:
+            known = positions_BT[real_BT]
+            is_in_range = ((known >= 0) & (known <= LAST_POSITION)).all()
+            if not (is_in_range and is_ordinary_batch(positions_BT, real_BT)):
+                return None  # several documents a row, or an error: `describe_row` tells
         has_labels = any(bool(flag) for flag in copies[n_by_token:n_flags])
         if (why := self._why_keep_padding(decoder, real_BT, has_labels, is_by_ids)) is not None:
             self.kept[why] += 1

@@ -31,10 +31,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import ModelOutput, MoeCausalLMOutputWithPast
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import (
@@ -311,15 +309,9 @@ class TrlHead:
         if function is None or getattr(function, "__globals__", {}).get("__name__") != _TRL_MODULE:
             return None
         settings = inspect.getclosurevars(function).nonlocals
-        try:
-            temperature, outputs = settings["temperature"], settings["outputs"]
-            in_float32 = settings["cast_lm_head_to_fp32"]
-        except KeyError as missing:
-            return cls(forward, 1.0, (), f"this TRL has no setting {missing}")
-        fields = tuple(name for name in outputs if name != "log_probs")
-        if unknown := set(fields) - _FIELDS.keys():
-            return cls(forward, temperature, fields, f"this TRL asks for {', '.join(sorted(unknown))}")
-        return cls(forward, temperature, fields, "the head computes in float32" if in_float32 else None)
+        fields = tuple(name for name in settings["outputs"] if name != "log_probs")
+        why_not = "the head computes in float32" if settings["cast_lm_head_to_fp32"] else None
+        return cls(forward, settings["temperature"], fields, why_not)
 
     def score(self, labelled: LabelledHead, hidden_BTC: Tensor) -> TokenScores:
         """Return `[B, T]` of every requested score."""
@@ -344,15 +336,6 @@ class TrlHead:
             loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named
         )
         return output
-
-
-def load_balancing_loss(
-    router_logits: Any, text_config: PretrainedConfig, token_mask: Tensor | None, device: torch.device
-) -> Tensor:
-    """Compute the auxiliary loss of routed experts as transformers; token_mask `[B, T]`: 0 on padding."""
-    n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
-    loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)
-    return torch.as_tensor(loss, device=device)  # transformers gives 0 for no layers
 
 
 def first_tokens(scores: TokenScores, n_tokens: int) -> TokenScores:

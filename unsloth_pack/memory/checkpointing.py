@@ -14,12 +14,12 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import PretrainedConfig, PreTrainedModel
 
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.decoder import FastDecoder, has_fast_decoder
+from unsloth_pack.layers.decoder import FastDecoder
 
 _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:
@@ -193,11 +193,3 @@ def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)
     return float(outputs + 3 * experts + 4 * config.hidden_size)
-
-
-class GiveBackSpareMemory(TrainerCallback):
-    """Empty torch's cache after training: it keeps the memory of the largest step, which a notebook needs."""
-
-    def on_train_end(self, *_: object, model: nn.Module | None = None, **__: object) -> None:
-        if torch.cuda.is_initialized() and has_fast_decoder(model):
-            torch.cuda.empty_cache()

@@ -135,11 +135,7 @@ def describe_row(
     real = None if mask is None or mask.all() else mask != 0
     numbering = ["attention_mask"] if mask is not None and (mask > 1).any() else []
     documents = {n: _read_documents(n, host[n], shape, mask is not None) for n in [*present, *numbering]}
-    if (
-        [*documents] == ["position_ids"]
-        and not max_lengths
-        and _is_ordinary_batch(host["position_ids"], real)
-    ):
+    if [*documents] == ["position_ids"] and not max_lengths and is_ordinary_batch(host["position_ids"], real):
         return None
     if attention_mask is not None and not has_row_mask:
         form = list(getattr(attention_mask, "shape", [])) or type(attention_mask).__name__
@@ -259,8 +255,8 @@ def _drop_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[li
     return documents
 
 
-def _is_ordinary_batch(positions: np.ndarray, real: np.ndarray | None) -> bool:
-    """Return whether the unmasked tokens of every row form one run, as in a padded batch."""
+def is_ordinary_batch(positions: np.ndarray, real: np.ndarray | None) -> bool:
+    """Return whether positions `[B, T]` rise by one over the unmasked tokens of every row."""
     if real is None or not real.any():  # a mask that leaves no token says nothing
         real = np.ones_like(positions, dtype=bool)
     return all((np.diff(row[mask]) == 1).all() for row, mask in zip(positions, real, strict=True))

@@ -132,16 +132,6 @@ def is_one_run_a_row(real: np.ndarray) -> bool:
     return bool((begins.sum(axis=1) <= 1).all())
 
 
-def is_one_document_a_row(positions: np.ndarray, real: np.ndarray, last: int) -> bool:
-    """Return whether the positions `[B, T]` of each row's tokens rise by one within 0 to `last`."""
-    both = real[:, 1:] & real[:, :-1]
-    token_positions = positions[real]
-    return bool(
-        (np.diff(positions, axis=1)[both] == 1).all()
-        and ((token_positions >= 0) & (token_positions <= last)).all()
-    )
-
-
 def padding_has_labels(labels: Tensor, real: Tensor, ignore_index: int, is_shifted: bool) -> Tensor:
     """Return, as a bool tensor, whether a loss reads the outputs at padding, where `real` `[B, T]` is False.
 

@@ -68,9 +68,7 @@ def train(original: Callable[..., Any], trainer: "SFTTrainer", *args: object, **
 
 def is_patched(model: object) -> bool:
     """True if a causal language model, with or without an adapter of PEFT, is patched."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    return isinstance(model, FastCausalLM)
+    return isinstance(getattr(model, "get_base_model", lambda: model)(), FastCausalLM)
 
 
 def replaces_loss(trainer: "SFTTrainer") -> bool:

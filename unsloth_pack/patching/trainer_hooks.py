@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
-from unsloth_pack.memory.checkpointing import GiveBackSpareMemory
 from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
@@ -163,7 +161,7 @@ def _is_safe_to_read_early(dataset: Any) -> bool:
 
 
 class PatchedTraining(TrainerCallback):
-    """Acts in the training of patched models: checks the collator, prefetches batches, reads no loss.
+    """Acts in the training of patched models: checks the collator, prefetches batches, frees spare memory.
 
     `logging_nan_inf_filter`, on by default, leaves losses that are not finite out of the logs. On a GPU it
     reads each loss on the host before clipping and the optimizer are launched, so it is off while we train,
@@ -180,11 +178,10 @@ class PatchedTraining(TrainerCallback):
     def on_train_begin(
         self,
         args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
+        *_: object,
         model: nn.Module | None = None,
         train_dataloader: Any = None,
-        **_: object,
+        **__: object,
     ) -> None:
         self._batches = None
         if not has_fast_decoder(model):
@@ -211,16 +208,18 @@ class PatchedTraining(TrainerCallback):
             vars(loader)["__iter__"] = begin_epoch  # accelerate calls it by this name
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, **__: object
     ) -> None:
         if self._batches is not None and state.global_step + 1 < state.max_steps:
             self._batches.prefetch(args.gradient_accumulation_steps)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: TrainingArguments, *_: object, model: nn.Module | None = None, **__: object
     ) -> None:
         if self._had_filter:
             self._had_filter, args.logging_nan_inf_filter = False, True
+        if torch.cuda.is_initialized() and has_fast_decoder(model):
+            torch.cuda.empty_cache()  # torch keeps the memory of the largest step, which a notebook needs
 
 
 # The methods of `Trainer` for the optimizer: the original first, then its own arguments.
@@ -239,19 +238,13 @@ def create_optimizer(
 def clip_grad_norm(
     original: Callable[..., Tensor | float], trainer: Trainer, model: nn.Module
 ) -> Tensor | float:
-    norm = _clip_flat(trainer, trainer.args.max_grad_norm)
-    return original(trainer, model) if norm is None else norm
-
-
-def get_grad_norm(
-    original: Callable[..., Tensor | float | None],
-    trainer: Trainer,
-    model: nn.Module,
-    grad_norm: Tensor | float | None = None,
-) -> Tensor | float | None:
-    if grad_norm is None:
-        grad_norm = _clip_flat(trainer, inf)  # clips nothing
-    return original(trainer, model, grad_norm=grad_norm)
+    """Clip the joined gradient and return its norm, where the gradients are joined."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
+    if not flat:
+        return original(trainer, model)
+    norm: Tensor = trainer.accelerator.clip_grad_norm_(flat, trainer.args.max_grad_norm)
+    return norm
 
 
 def why_not_flat(args: TrainingArguments, model: nn.Module | None) -> str | None:
@@ -274,13 +267,6 @@ def flattened(trainer: Trainer, optimizer: Optimizer) -> Optimizer:
     return FlatAdamW.in_place_of(optimizer)
 
 
-def _clip_flat(trainer: Trainer, max_norm: float) -> Tensor | None:
-    """Clip the joined gradient and return its norm; None if the gradients are not joined."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
-    return trainer.accelerator.clip_grad_norm_(flat, max_norm) if flat else None
-
-
 _TRAINER = "transformers.trainer", "Trainer"
 _SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
 _PEFT_MODEL = "peft.peft_model", "PeftModel"
@@ -289,7 +275,6 @@ Method = tuple[str, str, str]  # module, class, name
 METHODS: dict[Method, Callable[..., Any]] = {
     (*_TRAINER, "create_optimizer"): create_optimizer,
     (*_TRAINER, "_clip_grad_norm"): clip_grad_norm,
-    (*_TRAINER, "_get_grad_norm"): get_grad_norm,
     (*_SFT_TRAINER, "compute_loss"): deferred_logging.compute_loss,
     (*_SFT_TRAINER, "log"): deferred_logging.log,
     (*_SFT_TRAINER, "_maybe_log_save_evaluate"): deferred_logging.log_save_evaluate,
@@ -297,7 +282,7 @@ METHODS: dict[Method, Callable[..., Any]] = {
     (*_PEFT_MODEL, "__init__"): parts.refuse_new_adapter,
     (*_PEFT_MODEL, "add_adapter"): parts.refuse_new_adapter,
 }
-CALLBACKS = (GiveBackSpareMemory, PatchedTraining)  # of every trainer that is made meanwhile
+CALLBACKS = (PatchedTraining,)  # of every trainer that is made meanwhile
 _DEFAULTS: list[Any] = DEFAULT_CALLBACKS
 _INHERITED = object()
 

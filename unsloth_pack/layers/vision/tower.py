@@ -267,13 +267,26 @@ class FastPatchEmbed(nn.Module):
         return F.linear(hidden_states.to(proj.weight.dtype), proj.weight.flatten(1), proj.bias)
 
 
-class FastTowerAttention(nn.Module):
-    """Replaces the class of a tower's attention, in which no image sees another."""
+class _ImageAttention(nn.Module):
+    """Attention of a tower, in which no image sees another."""
 
     attn_backend: str
     num_heads: int
     head_dim: int
     scaling: float
+
+    def _attend(
+        self, q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, angles: tuple[Tensor, Tensor], row: PackedRow
+    ) -> Tensor:
+        """Rotate queries and keys, and attend within the segments of `row`; return `[P, C]`."""
+        q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *angles)
+        options = AttentionOptions(self.scaling, causal=False)
+        return attend(q_PHD, k_PHD, v_PHD, row, options, self.attn_backend).flatten(1)
+
+
+class FastTowerAttention(_ImageAttention):
+    """Replaces the class of a tower's attention."""
+
     qkv: nn.Module
     proj: Callable[[Tensor], Tensor]
 
@@ -297,21 +310,7 @@ class FastTowerAttention(nn.Module):
             return plain
         q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
         row = next((row for row in tower_rows if row.cu_seqlens is cu_seqlens), tower_rows[0])
-        return self.proj(_attend_images(self, q_PHD, k_PHD, v_PHD, position_embeddings, row))
-
-
-def _attend_images(
-    attention: "FastTowerAttention | FastVariableSizeAttention",
-    q_PHD: Tensor,
-    k_PHD: Tensor,
-    v_PHD: Tensor,
-    angles: tuple[Tensor, Tensor],
-    row: PackedRow,
-) -> Tensor:
-    """Rotate queries and keys, and attend within the segments of `row`; return `[P, C]`."""
-    q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *angles)
-    options = AttentionOptions(attention.scaling, causal=False)
-    return attend(q_PHD, k_PHD, v_PHD, row, options, attention.attn_backend).flatten(1)
+        return self.proj(self._attend(q_PHD, k_PHD, v_PHD, position_embeddings, row))
 
 
 class FastVariableSizeTower(CapturedTower):
@@ -367,13 +366,9 @@ class FastVariableSizeTower(CapturedTower):
         return Patches(torch.cat(images, dim=1).T, {"places": row.upload(places.T)}, rows=[row], axis=1)
 
 
-class FastVariableSizeAttention(nn.Module):
-    """Replaces the class of that tower's attention, in which no image sees another."""
+class FastVariableSizeAttention(_ImageAttention):
+    """Replaces the class of that tower's attention."""
 
-    attn_backend: str
-    num_heads: int
-    head_dim: int
-    scaling: float
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
@@ -398,5 +393,5 @@ class FastVariableSizeAttention(nn.Module):
             projection(hidden_states).view(-1, self.num_heads, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = _attend_images(self, q_PHD, k_PHD, v_PHD, position_embeddings, tower_rows)
+        out = self._attend(q_PHD, k_PHD, v_PHD, position_embeddings, tower_rows)
         return self.o_proj(out[None]), None

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
-from unsloth_pack.layers.forward_call import DeferredCheck, ForwardCall, name_images
+from unsloth_pack.layers.forward_call import ForwardCall, name_images
 from unsloth_pack.layers.vision.tower import tower_gradients
 from unsloth_pack.lora.base_model import is_always_the_same
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
@@ -224,7 +224,7 @@ class FastVisionLM(FastCausalLM):
         if (ids := call.inputs["input_ids"]) is not None:
             token = getattr(self.config, self.vision_spec.token)
             message = f"{message}, or text without token {token}"
-            call.checks += DeferredCheck.start((ids == token).sum(), message)
+            call.require_zero((ids == token).sum(), message)
 
     def _check_boundaries(self, call: ForwardCall) -> None:
         """Refuse a row of several documents whose call does not say where they end."""
@@ -248,7 +248,7 @@ class FastVisionLM(FastCausalLM):
         elif mask is not None:
             return
         message = "position_ids in time, height and width start over {} times inside a row, and " + _ENDS
-        call.checks += DeferredCheck.start(torch.count_nonzero(starts_over), message)
+        call.require_zero(torch.count_nonzero(starts_over), message)
 
     def _describe(self, call: ForwardCall, images: Images) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
@@ -259,7 +259,7 @@ class FastVisionLM(FastCausalLM):
             is_placeholder[row.visual] = True
             is_other = ids.flatten() == getattr(self.config, spec.token)
             is_other[row.visual_ids] ^= True
-            call.checks += DeferredCheck.start(is_other.sum(), _OTHER_IDS)
+            call.require_zero(is_other.sum(), _OTHER_IDS)
         else:
             is_placeholder = self._find_placeholders(ids)
             if isinstance(call.described, PaddedBatch):
