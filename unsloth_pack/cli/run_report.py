@@ -81,58 +81,58 @@ def show_scores(before: ExactMatch, after: ExactMatch, console: Console, metrics
 class RunReport:
     """Shows a run on the terminal, and writes it into the metrics file and the report page."""
 
-    _console: Console
-    _metrics: MetricsFile
-    _trainer: RunTrainer
-    _data: TrainingData
-    _model: ModelOptions
-    _options: DataOptions
-    _training: TrainingOptions
-    _dtype: torch.dtype
+    console: Console
+    metrics: MetricsFile
+    trainer: RunTrainer
+    data: TrainingData
+    model: ModelOptions
+    options: DataOptions
+    training: TrainingOptions
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        packs, rows = self._data.train.packs, self._data.train.rows
-        self._capacity = packs.capacity if packs else self._model.max_seq_length
+        packs, rows = self.data.train.packs, self.data.train.rows
+        self._capacity = packs.capacity if packs else self.model.max_seq_length
         self._stream = rows if isinstance(rows, RowStream) else None
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
-        self._trainer.nonfinite_updates.report = self._report_nonfinite
-        self._trainer.add_callback(ProgressCallback(self._console, self._print_banner))
+        self.trainer.nonfinite_updates.report = self._report_nonfinite
+        self.trainer.add_callback(ProgressCallback(self.console, self._print_banner))
 
     def _report_nonfinite(self, update: NonFinite) -> None:
-        self._metrics.write("nonfinite", **asdict(update))
-        self._console.print(str(update), soft_wrap=True, markup=False)
+        self.metrics.write("nonfinite", **asdict(update))
+        self.console.print(str(update), soft_wrap=True, markup=False)
 
     def _fill_of_rows(self) -> RowFill | None:
         """How full the training rows are; None where they stream."""
-        rows, config = self._data.train.rows, self._trainer.args
+        rows, config = self.data.train.rows, self.trainer.args
         assert isinstance(config, SFTConfig)
         if isinstance(rows, RowStream):
             return None
-        if self._options.sample_packing:
-            packed: Any = self._trainer.train_dataset
+        if self.options.sample_packing:
+            packed: Any = self.trainer.train_dataset
             return fill_of_packed(packed, self._capacity)
         batch_size = 1 if config.padding_free else config.per_device_train_batch_size  # 1: nothing is padded
         return fill_of_padded(rows, batch_size, config.seed)
 
     def write_data(self) -> None:
         """Write the data of a new run into the metrics file, and plot the lengths of its documents."""
-        if not self._metrics.enabled:
+        if not self.metrics.enabled:
             return
-        fill, sampler, data = self._fill, self._trainer.packed_sampler, self._data
-        more: dict[str, Any] = {"mixture": self._options.mixture} if data.train.parts else {}
+        fill, sampler, data = self._fill, self.trainer.packed_sampler, self.data
+        more: dict[str, Any] = {"mixture": self.options.mixture} if data.train.parts else {}
         more |= {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
         more |= {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
-        self._metrics.write("data", use="train", **_described(data.train), **more)
+        self.metrics.write("data", use="train", **_described(data.train), **more)
         if data.evaluation:
-            self._metrics.write("data", use="eval", **_described(data.evaluation))
+            self.metrics.write("data", use="eval", **_described(data.evaluation))
         if self._lengths is not None:
-            path = self._metrics.path.parent / "lengths.png"
-            plot_lengths(self._lengths, self._model.max_seq_length, path)
+            path = self.metrics.path.parent / "lengths.png"
+            plot_lengths(self._lengths, self.model.max_seq_length, path)
 
     def _print_banner(self, updates: int) -> None:
         """Print model, patch, data and plan before the first step."""
-        trainer, config, data = self._trainer, self._trainer.args, self._data
+        trainer, config, data = self.trainer, self.trainer.args, self.data
         model: Any = trainer.model
         patch, sampler, ledger = patch_of(model), trainer.packed_sampler, data.train.ledger
         assert patch is not None
@@ -140,11 +140,11 @@ class RunReport:
             trained, everything = model.get_nb_trainable_parameters()
         else:
             trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
-        report, dtype = patch.report, str(self._dtype).removeprefix("torch.")
+        report, dtype = patch.report, str(self.dtype).removeprefix("torch.")
         shape = f"{report.model_type}, {report.n_layers} layers"
         device = _device_name(config.device, config.world_size)
         lines = [
-            ("model", f"{self._model.model_name} ({shape}), {dtype} on {device}"),
+            ("model", f"{self.model.model_name} ({shape}), {dtype} on {device}"),
             ("trained", f"{trained:,} of {everything:,} parameters ({trained / everything:.2%})"),
             ("attention", f"{report.attn_backend}: {report.attn_reason}"),
             *((f"fused {kind}", what) for kind, what in report.fused.items()),
@@ -163,11 +163,11 @@ class RunReport:
         if ledger.prompts_rerendered:
             changed = f"{ledger.prompts_rerendered:,} rows change the tokens of their prompt"
             lines.append(("note", f"{changed}: there the loss starts at the first token that differs"))
-        print_lines(self._console, "unsloth-pack", lines)
+        print_lines(self.console, "unsloth-pack", lines)
 
     def _data_lines(self) -> list[Line]:
         """Say what the rows hold, and how many an update has."""
-        config, train, fill = self._trainer.args, self._data.train, self._fill
+        config, train, fill = self.trainer.args, self.data.train, self._fill
         per_step = config.per_device_train_batch_size
         per_update = per_step * config.gradient_accumulation_steps * config.world_size
         packing = []
@@ -198,8 +198,8 @@ class RunReport:
         ]
 
     def _describe_optimizer(self) -> str:
-        training, config = self._training, self._trainer.args
-        why_not = why_not_flat(config, self._trainer.model)
+        training, config = self.training, self.trainer.args
+        why_not = why_not_flat(config, self.trainer.model)
         takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
         if training.optimizer_in_backward:
             takes = "each weight in the backward pass, where its gradient is freed"
@@ -208,44 +208,44 @@ class RunReport:
 
     def summarise(self) -> tuple[RunSummary, TokenLedger]:
         """The figures and the ledger of the run in all of its processes. Every process has to call this."""
-        train, stream = self._data.train, self._trainer.row_stream
-        counts = None if stream is None else totals(stream, self._trainer.rows_trained)
-        summary = summarise(self._trainer, self._fill, counts, train.parts)
+        train, stream = self.data.train, self.trainer.row_stream
+        counts = None if stream is None else totals(stream, self.trainer.rows_trained)
+        summary = summarise(self.trainer, self._fill, counts, train.parts)
         return summary, counts.ledger if counts else train.ledger
 
     def finish(self, summary: RunSummary, ledger: TokenLedger) -> None:
         """Write the report page and the summary, and print it."""
         figures = {**asdict(summary), "ledger": asdict(ledger)}
         self.write_page(figures)
-        self._metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
-        print_summary(self._console, summary, ledger)
+        self.metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
+        print_summary(self.console, summary, ledger)
 
     def write_page(self, figures: Mapping[str, object]) -> None:
         """Write `report.html`, with the figures of the summary; if that fails a line says so, no more."""
-        if not self._metrics.enabled:
+        if not self.metrics.enabled:
             return
-        folder, patch = self._metrics.path.parent, patch_of(cast(PeftModel, self._trainer.model))
+        folder, patch = self.metrics.path.parent, patch_of(cast(PeftModel, self.trainer.model))
         assert patch is not None
         try:
-            row = self._row_to_draw() if self._options.sample_packing else None
+            row = self._row_to_draw() if self.options.sample_packing else None
             lines = [*read_lines(folder), line_of("summary", **figures)]
-            text = page_of(lines, patch.report, self._lengths, row, self._model.max_seq_length)
+            text = page_of(lines, patch.report, self._lengths, row, self.model.max_seq_length)
             with write_file(folder / "report.html") as file:
                 file.write(text.encode("utf-8", "replace"))
         except Exception as error:
             why_not = f"{type(error).__name__}: {first_line(error)}"
-            self._console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
+            self.console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
 
     def _row_to_draw(self) -> PackedRowSeen | None:
         """Among the first rows the one with the most documents; None where rows stream."""
         if self._stream is not None:
             return None
-        rows: Any = self._trainer.train_dataset
+        rows: Any = self.trainer.train_dataset
         first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
         row = max(first, key=lambda row: len(row["seq_lengths"]))
         is_counted = np.asarray(row["labels"]) != IGNORE_INDEX
         is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
-        images = _images_to_draw(row, self._data.images) if self._data.images else []
+        images = _images_to_draw(row, self.data.images) if self.data.images else []
         return PackedRowSeen(row["seq_lengths"], is_counted, self._capacity, images)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -192,12 +192,11 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def render(draw: Callable[[], Figure], file_format: str, *, salt: str = "", **options: Any) -> bytes:
+def render(figure: Figure, file_format: str, *, salt: str = "", **options: Any) -> bytes:
     """Render a figure as a file of matplotlib's format; `salt` is of the ids in an SVG."""
     import matplotlib
 
     rendered = io.BytesIO()
-    figure = draw()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(rendered, format=file_format, **options)
     return rendered.getvalue()
@@ -208,22 +207,18 @@ def render(draw: Callable[[], Figure], file_format: str, *, salt: str = "", **op
 
 def plot_loss(log_history: Log, path: Path) -> None:
     """Draw the training loss over the updates, and the evaluation loss where there is one."""
-
-    def draw() -> Figure:
-        figure = _figure(7, 4)
-        _draw_losses(figure.add_subplot(xlabel="update", ylabel="loss (nats a token)"), log_history)
-        return figure
-
-    _save(draw, path)
+    figure = _figure(7, 4)
+    _draw_losses(figure.add_subplot(xlabel="update", ylabel="loss (nats a token)"), log_history)
+    _save(figure, path)
 
 
 def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
     """Draw a histogram of document lengths, see `draw_lengths`."""
-    _save(lambda: draw_lengths(lengths, max_length, 7, 4), path)
+    _save(draw_lengths(lengths, max_length, 7, 4), path)
 
 
-def _save(draw: Callable[[], Figure], path: Path) -> None:
-    rendered = render(draw, path.suffix.removeprefix(".") or "png", dpi=130)
+def _save(figure: Figure, path: Path) -> None:
+    rendered = render(figure, path.suffix.removeprefix(".") or "png", dpi=130)
     with write_file(path) as file:
         file.write(rendered)
 
@@ -252,9 +247,9 @@ def page_of(
     (config,), summary = by_kind["config"], by_kind["summary"][-1]
     model, drawn_lengths = _text(config["options"].get("model_name", "")), ""
     if lengths is not None:
-        drawn_lengths = _svg("lengths", lambda: draw_lengths(lengths, max_length, 10, 2.8))
+        drawn_lengths = _svg("lengths", draw_lengths(lengths, max_length, 10, 2.8))
     sections = {
-        "Over the run": _svg("curves", lambda: draw_curves(by_kind.get("log", []))),
+        "Over the run": _svg("curves", draw_curves(by_kind.get("log", []))),
         "Held-out rows": _answers(by_kind["demo"][-1]) if "demo" in by_kind else "",
         "Lengths of documents": drawn_lengths,
         "A packed row": _row(row) if row is not None else "",
@@ -282,13 +277,13 @@ def page_of(
     )
 
 
-def _svg(name: str, draw: Callable[[], Figure]) -> str:
+def _svg(name: str, figure: Figure) -> str:
     """Return a figure as an `<svg>` element: text stays text, and nothing in it names an address.
 
     `name` keeps its ids apart from those of other figures.
     """
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    text = render(draw, "svg", salt=name, metadata=metadata).decode()
+    text = render(figure, "svg", salt=name, metadata=metadata).decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
@@ -313,7 +308,7 @@ def _row(row: PackedRowSeen) -> str:
     )
     if row.images:
         legend += f" Images have {sum(image.tokens for image in row.images):,} of the tokens."
-    return _svg("row", lambda: draw_row(row)) + _note(legend)
+    return _svg("row", draw_row(row)) + _note(legend)
 
 
 def _note(text: str) -> str:

@@ -32,7 +32,7 @@ from unsloth_pack.report.metrics import has_ended, read_data, read_fact, read_lo
 from unsloth_pack.run.contradictions import OF_AN_ADAPTER, SCHEDULES_WITHOUT_WARMUP
 from unsloth_pack.run.from_adapter import options_of_run
 from unsloth_pack.run.machine import check_new_folder, check_writable, count_processes, is_main_process
-from unsloth_pack.run.resolve import with_paths
+from unsloth_pack.run.resolve import SOURCES, with_paths
 
 # The values of a run as a config file: `config.yaml` in its folder, and what `config show` prints.
 
@@ -42,10 +42,7 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 """
 _OF_ONE_RUN = ("output_dir", "save_path")
 _FOR_THE_COMMAND_LINE = ("config", "resume", "overwrite_output_dir")
-_MAY_BE_FILES = (
-    *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher"),
-    *("fsdp", "deepspeed", "rollout_function"),
-)
+_MAY_BE_FILES = (*SOURCES, "fsdp", "deepspeed")
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
 _RUN_FILES = (METRICS, *sorted(ADAPTER))
 _REPLACEABLE = sorted({"lengths.png", "loss.png", "report.html", CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})

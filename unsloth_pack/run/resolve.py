@@ -81,7 +81,7 @@ FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
 # What a run reads
-_SOURCES = (
+SOURCES = (
     *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter", "teacher"),
     "rollout_function",
 )
@@ -132,7 +132,7 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     moved = _moved(started_with, read_fact(folder, "cwd"), folder)
     for name, value in given.items():
         was = started_with[name]
-        is_same = value == was or (name in _SOURCES and _is_one_source(value, moved[name]))
+        is_same = value == was or (name in SOURCES and _is_one_source(value, moved[name]))
         if name in recorded and name not in FREE_ON_RESUME and not is_same:
             raise InputError(
                 f"{name} is {written(value)} and was {written(was)} when the run began that --resume "
@@ -144,7 +144,7 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
 def _moved(values: dict[str, Any], cwd: str | None, folder: Path) -> dict[str, Any]:
     """The options of a run that was started in the folder `cwd`, and lies in `folder` now."""
     moved = dict(values)
-    for name in _SOURCES:
+    for name in SOURCES:
         is_own = name == "teacher" and values[name] in OWN_TEACHERS
         if cwd is not None and values[name] is not None and not is_own:
             moved[name] = with_paths(values[name], partial(_path_from, cwd))
