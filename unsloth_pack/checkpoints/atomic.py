@@ -13,7 +13,6 @@ Each folder is locked by the process that fills it. One without a lock was left 
 and the next save to the same place removes it.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -52,7 +51,7 @@ def _move_in(
         path = target / file
         is_there = os.path.lexists(path)
         if is_there and not may_replace:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            raise FileExistsError(f"{path} is there")
         if is_there and (may_be_folder or path.is_symlink() or not path.is_dir()):
             rename(path, old / file)
 

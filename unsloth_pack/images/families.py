@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.family import RGB, ImageFamily, PreparedImage, Sizes, side_of
@@ -19,7 +21,6 @@ from unsloth_pack.models.spec import MODALITIES, TOKEN_TYPES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
     from transformers import PretrainedConfig
 
 _MAX_SIDE = 4096  # pixels, above which Idefics' processors shrink every image
@@ -217,8 +218,6 @@ class AnyresImages(SquareTiles):
         return self._cut(height, width, None, int(of_document))
 
     def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
-        import torch
-
         # Tiles of all images, concatenated: the model also takes one row for each image, with padding
         counts = torch.tensor([n for n in by_document if n])
         return {**super().arguments(images, by_document), "batch_num_images": counts}
@@ -282,8 +281,6 @@ class PixtralImages(ImageFamily):
         return Cut(height // self._tile, 1, width // self._tile)
 
     def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
-        import torch
-
         sizes = [image.size for image in images]
         values = np.zeros((len(images), RGB, *np.max(sizes, axis=0)), np.uint8)
         for image, (height, width), padded in zip(images, sizes, values, strict=True):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import ImageSource, read_pixels
@@ -15,7 +17,6 @@ from unsloth_pack.images.tokens import Cut
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
     from transformers import PretrainedConfig
 
 RGB = 3
@@ -104,8 +105,6 @@ class ImageFamily(ABC):
 
     def arguments(self, images: Sequence[PreparedImage], by_document: Sequence[int]) -> dict[str, Tensor]:
         """Return a model's arguments for the images of a row; `pixel_values` are uint8, see `normalised`."""
-        import torch
-
         arguments = {"pixel_values": torch.from_numpy(np.concatenate([image.values for image in images]))}
         sizes = torch.tensor([image.size for image in images])
         return arguments | dict.fromkeys(self.described[:1], sizes)
@@ -153,8 +152,6 @@ class ImageFamily(ABC):
 
     def _scaled(self, values: Tensor) -> Tensor:
         """Scale uint8 `[n, 3, ...]` to float32, each channel as the image processor does."""
-        import torch
-
         processor = self._processor
         factor = processor.rescale_factor if processor.do_rescale else 1.0
         mean, std = np.zeros(RGB), np.ones(RGB)

@@ -12,26 +12,26 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from unsloth_pack.data.cache import digest, in_order, spans_of
 from unsloth_pack.data.columns import IMAGE_COLUMNS
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
+from unsloth_pack.data.lossless_json import ExactJson, read_as
 from unsloth_pack.data.rows import IMAGES, OF_TURNS, image_field, unread_keys
 from unsloth_pack.data.token_counts import FILES, SpanCounts
-from unsloth_pack.data.tokenize import SpanMaker, table_of
+from unsloth_pack.data.tokenize import SpanMaker, document_schema, table_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.encoding import PlacedImage, VisionDocument, VisionEncoder
 from unsloth_pack.images.family import ImageFamily, PreparedImage
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, parse_source
 from unsloth_pack.images.rows import MARK
-
-if TYPE_CHECKING:
-    import datasets
 
 _USED = {
     *IMAGE_COLUMNS,
@@ -44,8 +44,6 @@ _FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 
 def image_document_schema() -> pa.Schema:
     """Return the schema of tokenised rows with images."""
-    from unsloth_pack.data.tokenize import document_schema
-
     return document_schema().append(image_field())
 
 
@@ -84,18 +82,13 @@ def source_from_record(image: Mapping[str, Any], folder: Path | None) -> ImageSo
 
 def holds_images(dataset: datasets.Dataset) -> bool:
     """True if the rows of a data set may have images: in a column, or in parts of their messages."""
-    import pyarrow.compute as pc
-    from datasets import Value
-
-    from unsloth_pack.data.lossless_json import ExactJson
-
     if {*dataset.column_names} & {*IMAGE_COLUMNS}:
         return True
     for name in {*dataset.column_names} & {*OF_TURNS}:
         feature = dataset.features[name]
         inner = getattr(feature, "feature", feature)  # of a list
         fields = inner.values() if isinstance(inner, dict) else [inner]
-        if all(isinstance(field, Value) for field in fields):  # strings, or turns of strings
+        if all(isinstance(field, datasets.Value) for field in fields):  # strings, or turns of strings
             continue
         if not isinstance(feature, ExactJson):
             return True
@@ -214,8 +207,6 @@ class ImageDocumentMaker(SpanMaker):
 
 def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.Dataset:
     """Add an empty column of images to tokenised rows of text, to join them with rows with images."""
-    import datasets
-
     kind = image_field(is_packed).type.value_type
     offsets = pa.array(np.zeros(len(rows) + 1, np.int32))
     none = pa.ListArray.from_arrays(offsets, pa.array([], kind))
@@ -224,11 +215,7 @@ def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.
 
 def _without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the same rows, with images as bytes and paths."""
-    from datasets import Image
-
-    from unsloth_pack.data.lossless_json import read_as
-
-    return read_as(dataset, Image, Image(decode=False))
+    return read_as(dataset, datasets.Image, datasets.Image(decode=False))
 
 
 def decoded(

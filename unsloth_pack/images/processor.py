@@ -143,13 +143,14 @@ def load_image_processor(
     for name, value in limits.items():
         require_whole(name, value, 1)
     processor = load_with(AutoImageProcessor, source, **hub)
-    has_limits = make_image_family(config, processor).pixel_limits is not None
-    for name, value in limits.items() if not has_limits else ():
+    if make_image_family(config, processor).pixel_limits is not None:
+        return limit_pixels(processor, max_pixels, min_pixels)
+    for name, value in limits.items():
         raise InputError(
             f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; leave it "
             f"out, or limit them in {' or '.join(_OF_IMAGES)} of a copy of {source}"
         )
-    return limit_pixels(processor, max_pixels, min_pixels) if has_limits else processor
+    return processor
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:

@@ -137,12 +137,10 @@ class RowBuilder:
 
     def build(self, first: int, last: int) -> pa.Table:
         """The packed rows `first` to `last - 1`."""
-        import pyarrow.compute as pc
-
         starts = self._offsets[first : last + 1]
         columns = self._gathered(self._order[starts[0] : starts[-1]])
         starts = starts - starts[0]  # the first document of each row
-        lengths = pc.list_value_length(columns["input_ids"]).to_numpy()
+        lengths = columns["input_ids"].value_lengths().to_numpy()
         images = columns.pop(IMAGES, None)
         rows = {name: _joined(lists, starts) for name, lists in columns.items()}
         if images is not None:
