@@ -113,9 +113,7 @@ def pack_parser(command: str, description: str, model: str) -> Parser:
     shared, choices = "which documents share a row (default: bfd)", "|".join(STRATEGIES)
     add("--strategy", type=strategy, metavar=choices, help=shared)
     parser.add_option("train_on_responses_only")
-    parser.add_option(
-        "objective", "what the packs are for: for dpo, kto and orpo rows of answers (default: sft)"
-    )
+    parser.add_option("objective", "what the rows are for: dpo, kto and orpo take answers (default: sft)")
     order = "plan over the documents in a random order of this seed (default: in their own order), and mix"
     parser.add_option("seed", f"{order} data sets by it (default: by 3407, as for training)")
     rows = "rows of a file (default: as many as make 256 MiB)"

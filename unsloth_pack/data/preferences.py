@@ -26,14 +26,7 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, common_prefix
 from unsloth_pack.data.formats import DataFormat
 from unsloth_pack.data.rows import CHOSEN, PARTS, REJECTED, Row, fail, offer
 from unsloth_pack.data.token_counts import SpanCounts
-from unsloth_pack.data.tokenize import (
-    DocumentMaker,
-    Documents,
-    SpanMaker,
-    document_schema,
-    made_by,
-    table_of,
-)
+from unsloth_pack.data.tokenize import DocumentMaker, Documents, SpanMaker, document_schema, made_by, table_of
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
+Answer = tuple[list[int], int]  # the ids of a prompt with an answer, and where that begins
 _PAIR = ("chosen", "rejected")
 _REMEDY = "correct or remove the row"
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # also as text
@@ -119,21 +113,18 @@ class PreferenceMaker(SpanMaker):
             message = str(error).replace("column 'completion'", named).replace("column 'output'", named)
             raise InputError(message) from None
 
-    def _ids(self, rows: list[Row], numbers: range) -> list[tuple[list[int], int]]:
-        """Return the ids of every prompt with its answer, and where the answer begins."""
+    def _ids(self, rows: list[Row], numbers: range) -> list[Answer]:
         batch = {name: [row[name] for row in rows] for name in rows[0]}
         ids, starts, _, _ = self._makers[0].encoder.encode(batch, numbers)
         return list(zip(ids, starts.tolist(), strict=True))
 
-    def _pair(
-        self, number: int, chosen: tuple[list[int], int], rejected: tuple[list[int], int]
-    ) -> list[list[int]]:
+    def _pair(self, number: int, chosen: Answer, rejected: Answer) -> list[list[int]]:
         if chosen[0] == rejected[0]:
             raise InputError(f"row {number}: chosen and rejected are equal; {_REMEDY}")
         start = min(chosen[1], rejected[1])
         return [chosen[0][:start], chosen[0][start:], rejected[0][start:]]
 
-    def _labelled(self, numbers: range, answers: list[tuple[list[int], int]]) -> list[list[list[int]]]:
+    def _labelled(self, numbers: range, answers: list[Answer]) -> list[list[list[int]]]:
         assert self._labels is not None
         completions = [ids[start:] for ids, start in answers]
         documents = []

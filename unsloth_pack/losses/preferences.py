@@ -150,12 +150,8 @@ class OrpoLoss(PreferenceLoss):
         each = n_tokens.mean() if self.tokens_a_document is None else self.tokens_a_document
         values = compare_answers(chosen, rejected, self.beta)
         values |= {"logps/chosen": chosen, "logps/rejected": rejected}
-        values |= {
-            "nll_loss": nll,
-            "n_tokens": n_tokens,
-            "log_odds_ratio": ratio,
-            "log_odds_chosen": log_odds,
-        }
+        values |= {"nll_loss": nll, "n_tokens": n_tokens}
+        values |= {"log_odds_ratio": ratio, "log_odds_chosen": log_odds}
         return nll / each - self.beta * ratio, values
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from unsloth_pack.lora.base_model import FrozenCopy, base_model, name_trained_in
 from unsloth_pack.losses.preferences import ANSWERS, Answers, KtoLoss, OrpoLoss, PreferenceLoss
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 from unsloth_pack.packing.model_columns import REFERENCE
-from unsloth_pack.training.document_losses import Batch, DocumentLosses, Means, Values
+from unsloth_pack.training.document_losses import Batch, DocumentLosses
 from unsloth_pack.training.objective import Objective, causal_lm
 
 _CPU = torch.device("cpu")
@@ -63,12 +63,10 @@ class PreferenceCollator:
             others = self._join([(ids, in_place[parts]) for ids, parts in documents], (CHOSEN,))
             batch[MISMATCHED_BATCH] = others
         if REFERENCE in examples[0]:
-            scores_D4 = np.concatenate([example[REFERENCE] for example in examples]).reshape(
-                -1, 4
-            )  # of parts
-            batch[ANSWERS].reference = scores_D4[:, [PROMPT, CHOSEN, REJECTED]]
+            stored_D4 = np.concatenate([example[REFERENCE] for example in examples]).reshape(-1, 4)
+            batch[ANSWERS].reference = stored_D4[:, [PROMPT, CHOSEN, REJECTED]]
             if MISMATCHED_BATCH in batch:
-                others[ANSWERS].reference = scores_D4[:, [PROMPT, MISMATCHED, PROMPT]]
+                others[ANSWERS].reference = stored_D4[:, [PROMPT, MISMATCHED, PROMPT]]
         return batch
 
     def _join(self, documents: Sequence[Document], answers: Sequence[int]) -> Batch:
@@ -172,7 +170,7 @@ class Preferences(Objective):
         return total
 
     def losses_of_evaluation(self) -> DocumentLosses:
-        def mean(values: Values) -> Means:
-            return self.loss.means({name: float(x.sum()) for name, x in values.items()})
-
-        return DocumentLosses(lambda *_: self.loss.values, mean)
+        return DocumentLosses(
+            lambda *_: self.loss.values,
+            lambda values: self.loss.means({name: float(x.sum()) for name, x in values.items()}),
+        )

@@ -122,9 +122,10 @@ class RolloutStream:
             chosen = [row for row in share.indices(block) if row >= n_skipped]
             for first in range(0, len(chosen), n_prompts):
                 some = chosen[first : first + n_prompts]
-                targets, tally = self._targets(block, some, share.number)
+                targets = self._targets(block, some, share.number)
                 n_targets, n_seen = n_targets + len(targets), n_seen + len(some)
-                yield DocumentBlock(_table(targets), tally, replace(begin, done=some[-1] + 1), False)
+                end = replace(begin, done=some[-1] + 1)
+                yield DocumentBlock(_table(targets), _tally(targets), end, False)
                 if n_seen >= _PROMPTS_IN_VAIN and not n_targets:
                     raise self._error_in_vain(n_seen)
             if block.ends_pass:
@@ -182,14 +183,11 @@ class RolloutStream:
         except InputError as error:
             raise InputError(f"{block.name}: {error}") from None
 
-    def _targets(
-        self, block: RawBlock, chosen: Sequence[int], process: int
-    ) -> tuple[list["_Document"], SpanCounts]:
+    def _targets(self, block: RawBlock, chosen: Sequence[int], process: int) -> list["_Document"]:
         """Generate rollouts of some rows of a block, and make targets of them."""
         rows, prompts = self._prompts(block, chosen)
         fits = [len(prompt) + self._options.max_new_tokens <= self._max_length for prompt in prompts]
-        begin = block.begin
-        seed = [self._seed, process, begin.turn, begin.seen + chosen[0]]
+        seed = [self._seed, process, block.begin.turn, block.begin.seen + chosen[0]]
         answers = self._generate([p for p, fit in zip(prompts, fits, strict=True) if fit], seed)
         documents: list[_Document] = []
         for row, prompt, fit in zip(rows, prompts, fits, strict=True):
@@ -201,7 +199,7 @@ class RolloutStream:
             if not fit:
                 self._counters["prompt_too_long"] += 1
             documents += filter(None, map(self._document, group))
-        return documents, _tally(documents)
+        return documents
 
     def _document(self, rollout: Rollout) -> "_Document | None":
         """Call the user's function on a rollout; returns the target with its prompt, or None."""
@@ -287,9 +285,7 @@ def _table(documents: Sequence[_Document]) -> pa.Table:
 def _tally(documents: Sequence[_Document]) -> SpanCounts:
     lengths = [len(ids) for ids, *_ in documents]
     n_labels = sum(label != IGNORE_INDEX for _, labels, _ in documents for label in labels)
-    at_starts = sum(labels[0] != IGNORE_INDEX for _, labels, _ in documents)
-    sums = {"rows_read": len(documents), "tokens_read": sum(lengths)}
-    sums |= {"tokens_counted": n_labels - at_starts, "tokens_masked_at_boundaries": at_starts}
+    sums = {"rows_read": len(documents), "tokens_read": sum(lengths), "tokens_counted": n_labels}
     sums |= {"tokens_masked_by_template": sum(lengths) - n_labels}
     return SpanCounts(Counter(sums), Counter(lengths))
 
