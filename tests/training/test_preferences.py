@@ -194,7 +194,7 @@ def test_a_stored_reference_trains_as_that_of_the_step(kind, plain, tmp_path):
 
 def test_an_update_of_two_processes_is_that_of_one(plain, tmp_path):
     two_ranks(on_two_processes, str(tmp_path))
-    for kind, got in torch.load(tmp_path / "two.pt").items():
+    for (kind, _), got in torch.load(tmp_path / "two.pt").items():
         assert_equal(got, ours(kind, plain, tmp_path, None, 8))
 
 
@@ -203,7 +203,12 @@ def on_two_processes(rank, folder):
     model = AutoModelForCausalLM.from_pretrained(
         save_model(Path(folder, f"model{rank}")), dtype=torch.float64
     )
-    seen = {kind: ours(kind, model, folder, None, 2, processes=2) for kind in ("sigmoid", "orpo", "kto")}
+    seen = {
+        (kind, "rows"): ours(kind, model, folder, None, 2, processes=2) for kind in ("sigmoid", "orpo", "kto")
+    }
+    packs = packs_of("kto", model, f"{folder}/packs{rank}")
+    assert len(packs) % 2 == 0  # or a row would come twice
+    seen["kto", "packs"] = ours("kto", model, folder, None, 1, packs=packs, processes=2)
     if rank == 0:
         torch.save(seen, f"{folder}/two.pt")
 
