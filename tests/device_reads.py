@@ -53,7 +53,7 @@ def counted_reads():
 
 
 # What reads on the host, or copies that were started before the decoder
-ON_THE_HOST = {"check_labels", "prepare_head_inputs", "count", "pinned", "leave_out", "refuse"}
+ON_THE_HOST = {"check_labels", "prepare_head_inputs", "count", "pinned", "leave_out", "check_counts"}
 
 
 class Reads(TrainerCallback):
