@@ -12,7 +12,7 @@ import torch
 from exactness import DEVICE, large_buffer, leaf, saved_by
 from torch import Tensor
 
-from unsloth_pack.kernels import QKNorm, rope, rope_qk
+from unsloth_pack.kernels import QKNorm, launch, rope, rope_qk
 
 pytest.importorskip("triton")
 NORMS = ("qwen3", "gemma3", "olmo2")
@@ -254,7 +254,7 @@ def test_without_a_norm_nothing_of_q_and_k_is_saved():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_weight_gradients_of_many_blocks_are_exact_and_repeat(norm, monkeypatch):
-    monkeypatch.setattr(rope, "_WEIGHT_GRAD_PROGRAMS", 3)
+    monkeypatch.setattr(launch, "_WEIGHT_GRAD_PROGRAMS", 3)
     inputs = make(10, 8, 4, 128, norm=norm)
     assert 10 // rope._choose_blocks(8, 4, 128, 3)["BLOCK_T"] > 3  # so that a program takes several blocks
     first, second = check(inputs), run(rope_qk, inputs)

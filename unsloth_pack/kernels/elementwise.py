@@ -178,19 +178,10 @@ def _ungated_backward_kernel(
 @jit
 def _exp_less_line(x):
     """Compute exp(x) - 1 - x for x up to 0, without cancellation near 0."""
-    series = tl.full(x.shape, 1 / 6227020800, tl.float32)  # x² / 2! + x³ / 3! + ... + x¹³ / 13!
-    series = series * x + 1 / 479001600
-    series = series * x + 1 / 39916800
-    series = series * x + 1 / 3628800
-    series = series * x + 1 / 362880
-    series = series * x + 1 / 40320
-    series = series * x + 1 / 5040
-    series = series * x + 1 / 720
-    series = series * x + 1 / 120
-    series = series * x + 1 / 24
-    series = series * x + 1 / 6
-    series = series * x + 1 / 2
-    return tl.where(x > -1, series * x * x, tl.exp(x) - 1 - x)
+    series = tl.full(x.shape, 1.0, tl.float32)  # 2 (1 / 2! + x / 3! + ... + x¹¹ / 13!)
+    for k in tl.static_range(11):
+        series = 1 + series * x * (1 / (13 - k))
+    return tl.where(x > -1, series * x * x * 0.5, tl.exp(x) - 1 - x)
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:

@@ -143,6 +143,7 @@ FUSED_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
 MAX_WARPS = 16
+_WEIGHT_GRAD_PROGRAMS = 512  # at most
 
 
 def takes_fused_path(x: Tensor, other: Tensor) -> bool:
@@ -227,6 +228,15 @@ if triton is not None:
 def floor_power_of_2(n: int) -> int:
     """Return the greatest power of 2 up to n; 1 for n below 1."""
     return 1 << max(0, n.bit_length() - 1)
+
+
+def share_programs(blocks: int) -> tuple[int, int]:
+    """Return the programs over so many blocks that sum a weight's gradient, and the blocks of each.
+
+    Each writes a partial sum, to be added in a fixed order: the same bits every run, unlike atomics.
+    """
+    steps = int(triton.next_power_of_2(max(1, -(-blocks // _WEIGHT_GRAD_PROGRAMS))))
+    return -(-blocks // steps), steps
 
 
 class HostCopy:

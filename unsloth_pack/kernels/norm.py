@@ -30,13 +30,13 @@ from unsloth_pack.kernels.launch import (
     floor_power_of_2,
     jit,
     once_differentiable,
+    share_programs,
     takes_fused_path,
     tl,
     triton,
 )
 
 _TILE = 4096  # elements of a program; one row may be longer
-_WEIGHT_GRAD_PROGRAMS = 512  # at most, and as many partial sums, when the weight is trained
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -117,15 +117,13 @@ class _AddRMSNorm(torch.autograd.Function):
             R = x.numel() // C
             trained = ctx.needs_input_grad[2]
             BLOCK_R, BLOCK_C, num_warps = _choose_blocks(C, 3 if trained else 2)
-            programs, steps = -(-R // BLOCK_R), 1
+            programs, STEPS = -(-R // BLOCK_R), 1
             if trained:
-                steps = max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS))
-                programs = -(-programs // steps)
-                # A row for each program, summed in a fixed order: the same bits every run, unlike atomics.
+                programs, STEPS = share_programs(programs)
                 partial = x.new_empty((programs, C), dtype=torch.float32)
             _norm_backward_kernel[(programs,)](
-                g_rows, rows, weight, other, gx, partial, *ctx.eps_and_offset, R, steps,
-                g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+                g_rows, rows, weight, other, gx, partial, *ctx.eps_and_offset, R,
+                g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, STEPS, num_warps=num_warps,
             )  # fmt: skip
         g_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         return *(None if d is None or gx is None else gx.to(d) for d in ctx.dtypes), g_weight, None, None
@@ -159,37 +157,35 @@ def _norm_kernel(
     _store_rows(out, out_RC, row, dim, R, C)
 
 
-@jit(do_not_specialize=["R", "steps"])
+@jit(do_not_specialize=["R"])
 @no_type_check
 def _norm_backward_kernel(
-    g, x, weight, other, gx, partial, eps, offset, R, steps, g_sr, x_sr, other_sr,
-    C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    g, x, weight, other, gx, partial, eps, offset, R, g_sr, x_sr, other_sr,
+    C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Write gx `[R, C]`: the gradient of x.
 
     other: `[R, C]`, added to gx, or None.
     partial: float32 `[programs, C]`, each program's share of the weight's gradient, or None.
-    Grid: programs that each take `steps` blocks of BLOCK_R rows in turn.
+    Grid: programs that each take STEPS blocks of BLOCK_R rows in turn.
     """
     dim = tl.arange(0, BLOCK_C)[None, :]
     w_C = _load_weight(weight, dim, offset, C)
-    if partial is None:
-        row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
+    if partial is not None:
+        gw_RC = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(0) * STEPS + step) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        x_RC = _load_rows(x, row, dim, R, x_sr, C)
+        g_RC = _load_rows(g, row, dim, R, g_sr, C)
+        scale = _inverse_rms(x_RC, eps, C)
+        n_RC = x_RC * scale
+        if partial is not None:
+            gw_RC += g_RC * n_RC
         gx_RC = _through_rms(g_RC * w_C, n_RC, scale, C)
         if other is not None:
             gx_RC += _load_rows(other, row, dim, R, other_sr, C)
         _store_rows(gx, gx_RC, row, dim, R, C)
-    else:
-        gw_RC = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
-        for step in range(steps):
-            row = (tl.program_id(0) * steps + step) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-            g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
-            gw_RC += g_RC * n_RC
-            gx_RC = _through_rms(g_RC * w_C, n_RC, scale, C)
-            if other is not None:
-                gx_RC += _load_rows(other, row, dim, R, other_sr, C)
-            _store_rows(gx, gx_RC, row, dim, R, C)
+    if partial is not None:
         start = partial + tl.program_id(0).to(tl.int64) * C
         tl.store(start + dim, tl.sum(gw_RC, axis=0, keep_dims=True), mask=dim < C)
 
@@ -210,15 +206,6 @@ def _store_rows(out, out_RC, row, dim, R, C: tl.constexpr):
 @jit
 def _load_weight(weight, dim, offset, C: tl.constexpr):
     return offset + tl.load(weight + dim, mask=dim < C, other=0.0).to(tl.float32)
-
-
-@jit
-def _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C: tl.constexpr):
-    """Return the rows' gradients, the normed rows before the weight, and their scale."""
-    x_RC = _load_rows(x, row, dim, R, x_sr, C)
-    g_RC = _load_rows(g, row, dim, R, g_sr, C)
-    scale = _inverse_rms(x_RC, eps, C)
-    return g_RC, x_RC * scale, scale
 
 
 @jit

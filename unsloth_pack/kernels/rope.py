@@ -33,6 +33,7 @@ from unsloth_pack.kernels.launch import (
     floor_power_of_2,
     jit,
     once_differentiable,
+    share_programs,
     takes_fused_path,
     tl,
     triton,
@@ -255,7 +256,6 @@ def _store_partial(
 _Tables = tuple[Tensor, Tensor, Tensor | None]  # cos, sin and position_ids
 
 _TILE = 4096  # elements of a program
-_WEIGHT_GRAD_PROGRAMS = 512  # at most, and as many partial sums, when a norm's weights are trained
 
 
 def rope_qk(
@@ -354,9 +354,7 @@ def _norm_backward(
     programs, STEPS = -(-B * T // blocks["BLOCK_T"]), 1
     partials: list[Tensor | None] = [None, None]
     if weight_grads:
-        STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
-        programs = -(-programs // STEPS)
-        # One row for each program, summed in a fixed order: the same bits every run, unlike atomics.
+        programs, STEPS = share_programs(programs)
         partials = [w.new_empty((programs, len(w)), dtype=torch.float32) for w in weights]
     norm_backward_kernel[(programs,)](
         gq_out, gk_out, q, k, gq, gk, *tables, *weights, *partials, norm.eps, norm.offset, B * T, T,
