@@ -4,7 +4,7 @@ import logging
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import ParamSpec, Protocol, Self, TypeVar
@@ -68,16 +68,21 @@ class QuickWalks(nn.Module):
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules in evaluation mode inside this context, ten times as fast as `eval()` and `train()`."""
-    training = [attributes for attributes in map(vars, list_modules(model)) if attributes.get("training")]
+def attribute_set(modules: Iterable[nn.Module], name: str, value: object) -> Iterator[None]:
+    """Set an attribute of modules inside this context, ten times as fast as through `nn.Module`."""
+    before = [(vars(module), getattr(module, name)) for module in modules]
     try:
-        for attributes in training:
-            attributes["training"] = False
+        for attributes, _ in before:
+            attributes[name] = value
         yield
     finally:
-        for attributes in training:
-            attributes["training"] = True
+        for attributes, old in before:
+            attributes[name] = old
+
+
+def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """Put all modules in evaluation mode inside a context."""
+    return attribute_set((module for module in list_modules(model) if module.training), "training", False)
 
 
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:

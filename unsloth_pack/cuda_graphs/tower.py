@@ -7,8 +7,7 @@ images of one size with images of zeros.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from unsloth_pack.cuda_graphs.shapes import (
     ShapeBucket,
     autocast_dtype,
 )
+from unsloth_pack.modules import attribute_set
 from unsloth_pack.packed_row.row import PackedRow, round_up
 
 # Of features, relative; 8 units of bfloat16, because GEMMs of other sizes round differently
@@ -184,7 +184,9 @@ class _CapturedTower:
             self._own_places = torch.arange(len(by_patch[patches.places]), device=device)
         self._fill(patches)
         self._graph = torch.cuda.CUDAGraph()
-        with _not_recomputed(tower):
+        # Checkpointing reads the random generator, which a capture forbids
+        recomputed = (m for m in tower.modules() if getattr(m, "gradient_checkpointing", False))
+        with attribute_set(recomputed, "gradient_checkpointing", False):
             with memory.warming_up():
                 run(self._static)
             with memory.capturing(self._graph):
@@ -219,16 +221,3 @@ class _CapturedTower:
 
 def _list_tensors(output: Output) -> list[Tensor]:
     return [x.float() for x in tree_leaves(output) if isinstance(x, Tensor)]
-
-
-@contextmanager
-def _not_recomputed(tower: nn.Module) -> Iterator[None]:
-    """Turn checkpointing off: it reads the random generator, which a capture forbids."""
-    layers: list[Any] = [m for m in tower.modules() if getattr(m, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True

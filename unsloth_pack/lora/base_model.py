@@ -1,33 +1,25 @@
 """Run a model without its adapter, or as it was earlier: a teacher or reference of the same weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from unsloth_pack.modules import list_modules
+from unsloth_pack.modules import attribute_set, list_modules
 
 _OFF = "_disable_adapters"  # PEFT's flag of a layer; `enable_adapters` sets it and freezes weights as well
 _OF_AN_ADAPTER = ("lora_", "modules_to_save", "trainable_tokens_")  # parts of the names of its weights
 
 
-@contextmanager
-def base_model(model: nn.Module) -> Iterator[None]:
-    """Leave out a model's adapters, trained tokens and trained copies of modules, inside this context.
+def base_model(model: nn.Module) -> AbstractContextManager[None]:
+    """Leave out a model's adapters, trained tokens and trained copies of modules, inside a context.
 
     Without gradients, fused layers stay fused: their outputs are bit for bit those of adapters whose B is 0.
     PEFT's `disable_adapter` also walks over all weights, which takes 28 ms for 168 layers.
     """
-    saved = [(vars(layer), getattr(layer, _OFF)) for layer in _list_adapted(model)]
-    try:
-        for attributes, _ in saved:
-            attributes[_OFF] = True
-        yield
-    finally:
-        for attributes, is_off in saved:
-            attributes[_OFF] = is_off
+    return attribute_set(_list_adapted(model), _OFF, True)
 
 
 def _list_adapted(model: nn.Module) -> list[nn.Module]:

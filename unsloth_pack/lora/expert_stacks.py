@@ -200,9 +200,6 @@ def _replace_by_parameters(experts: Any, weights: Mapping[str, Tensor]) -> None:
         setattr(experts, name, nn.Parameter(weight, requires_grad=False))
 
 
-UNGATED_STACKS = ("up_proj", "down_proj")
-
-
 class ExpertsModule(nn.Module):
     """Types of the attributes of a transformers module of stacked experts."""
 
@@ -240,18 +237,12 @@ def is_experts(module: nn.Module) -> bool:
     return all(stack is not None and len(stack.shape) == 3 for stack in stacks)
 
 
-def is_ungated_experts(module: nn.Module) -> bool:
-    """True for a transformers module of stacked experts without a gate, which no kernel supports."""
-    stacks = [getattr(module, name, None) for name in UNGATED_STACKS]
-    return getattr(module, "has_gate", True) is False and all(
-        isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks
-    )
-
-
 def list_ungated_stacks(model: nn.Module) -> list[str]:
-    """List the paths of stacked parameters of experts without a gate."""
-    paths = [path for path, module in model.named_modules() if is_ungated_experts(module)]
-    return [f"{path}.{stack}" for path in paths for stack in UNGATED_STACKS]
+    """List the paths of stacked parameters of experts without a gate, which no kernel supports."""
+    ungated = [path for path, module in model.named_modules() if getattr(module, "has_gate", True) is False]
+    stacks = {path for path, parameter in model.named_parameters() if parameter.dim() == 3}
+    paths = [[f"{path}.{stack}" for stack in ("up_proj", "down_proj")] for path in ungated]
+    return [path for both in paths if stacks.issuperset(both) for path in both]
 
 
 def quantise_experts(model: PreTrainedModel, kind: str) -> int:
