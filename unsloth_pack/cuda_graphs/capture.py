@@ -23,7 +23,7 @@ from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, CastsParameter
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket, StaticInputs
 from unsloth_pack.kernels.launch import apply, once_differentiable
 from unsloth_pack.modules import HOOKS, Walkable, is_harmless
-from unsloth_pack.packed_row.images import BlockRows, BlockShape
+from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.row import PackedRow
 
 logger = logging.getLogger("unsloth_pack")
@@ -120,19 +120,6 @@ class _Replayed(torch.autograd.Function):
         return None, None, *input_grads, *captured.gradients.copies()
 
 
-class _StaticBlocks:
-    """The blocks of a static row, for every window of the layers."""
-
-    def __init__(self, row: PackedRow, bucket: BlockShape, windows: Iterable[int | None]):
-        self._spare, self._padding = row.n_tokens - 1, bucket.padding(row.longest)
-        self._by_window = {window: BlockRows.static(row, window, bucket) for window in windows}
-
-    def fill(self, row: PackedRow) -> None:
-        """Copy the blocks of `row`."""
-        for window, blocks in self._by_window.items():
-            blocks.fill(row, window, self._spare, self._padding)
-
-
 class CapturedShape:
     """The graphs of a decoder's step over rows of a shape, and the static tensors that they read and write.
 
@@ -151,7 +138,10 @@ class CapturedShape:
         sizes = bucket.tokens, bucket.segments, bucket.longest
         has_blocks = bucket.blocks is not None
         self.row = PackedRow.static(*sizes, device, bucket.axes, has_blocks, bucket.branches)
-        self.blocks = None if bucket.blocks is None else _StaticBlocks(self.row, bucket.blocks, windows)
+        self._blocks: dict[int | None, BlockRows] = {}  # by the window of the layers that read them
+        if bucket.blocks is not None:
+            self._blocks = {window: BlockRows.static(self.row, window, bucket.blocks) for window in windows}
+            self._padding = bucket.blocks.padding(self.row.longest)
         # Rotary tables are outside the graphs' pool: later rows read them too
         self._tables = [rotary.for_row(self.row) for rotary in decoder.rotary_tables.values()]
         self.inputs = StaticInputs(bucket.tokens, bucket.embedded, device, memory)
@@ -199,8 +189,8 @@ class CapturedShape:
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(tensors, row.n_tokens)
         self.row.fill(row)
-        if self.blocks is not None:
-            self.blocks.fill(row)
+        for window, blocks in self._blocks.items():
+            blocks.fill(row, window, self.row.n_tokens - 1, self._padding)
         return tensors
 
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:

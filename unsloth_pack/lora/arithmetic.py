@@ -53,10 +53,23 @@ class Layer(NamedTuple):
         return dropout(x_NC, self.seed, self.p, first_row, add_to)
 
 
-def stack_layers(
-    dtype: torch.dtype, layers: Sequence[Layer], tensors: Sequence[Any]
-) -> tuple[Tensor, list[Layer]]:
-    """Stack A of all layers, `[R, I]`; return it and the layers. tensors: bias, A and B of each in turn."""
+class Stack(NamedTuple):
+    """Layers over one input, and their stacked A."""
+
+    a_RI: Tensor
+    layers: list[Layer]
+
+    def dequantised(self, dtype: torch.dtype) -> "Stack":
+        """Dequantise 4-bit weights once for all tiles."""
+        layers = [
+            p._replace(weight=p.weight.dequantized(dtype)) if isinstance(p.weight, Nf4Weight) else p
+            for p in self.layers
+        ]
+        return Stack(self.a_RI, layers)
+
+
+def stack_layers(dtype: torch.dtype, layers: Sequence[Layer], tensors: Sequence[Any]) -> Stack:
+    """Stack A of all layers. tensors: bias, A and B of each in turn."""
     lora_as, lora_bs = list(tensors[1::3]), list(tensors[2::3])
     ranks = [len(lora_a) for lora_a in lora_as]
     if all(factor.dtype == dtype for factor in (*lora_as, *lora_bs)):
@@ -70,15 +83,7 @@ def stack_layers(
         own_bias = None if bias is None else bias.to(dtype)
         stacked.append(layer._replace(bias=own_bias, b_Or=b_Or, ranks=slice(start, start + rank)))
         start += rank
-    return a_RI, stacked
-
-
-def dequantise(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
-    """Dequantise 4-bit weights once for all tiles."""
-    return [
-        p._replace(weight=p.weight.dequantized(dtype)) if isinstance(p.weight, Nf4Weight) else p
-        for p in layers
-    ]
+    return Stack(a_RI, stacked)
 
 
 def transpose_fp8(layers: Sequence[Layer]) -> Fp8Columns | None:

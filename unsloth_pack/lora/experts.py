@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unsloth_pack.kernels import (
     Gate,
@@ -213,7 +214,8 @@ class _RoutedExperts(torch.autograd.Function):
         y_SC, low_rank, ctx.h_down = down.forward(product_SF)
         y_NC = sum_of_rows(_parts(y_SC, low_rank), routing.place_Nk)
         if down.stack.bias is not None:
-            y_NC += _spread_weights(weights_Nk, call, y_NC.dtype) @ down.stack.bias
+            chosen_NkE = F.one_hot(routing.experts_Nk(), len(down.stack.bias))
+            y_NC += (chosen_NkE * weights_Nk[..., None]).sum(1).to(y_NC.dtype) @ down.stack.bias
         if call.start is None:
             ctx.save_for_backward(x_NC, weights_Nk, *([total.base, h_inner] if call.keep else []))
         ctx.call, ctx.factors = call, detached
@@ -245,7 +247,10 @@ class _RoutedExperts(torch.autograd.Function):
         del g_SC, product_SF
         g_weights_Nk = None
         if ctx.needs_input_grad[1]:
-            g_weights_Nk = _weight_gradient(g_weight_S, grad_NC, weights_Nk, down.stack, call)
+            g_weights_Nk = g_weight_S[routing.place_Nk]
+            if down.stack.bias is not None:
+                g_weights_Nk += (grad_NC @ down.stack.bias.t()).gather(1, routing.experts_Nk())
+            g_weights_Nk = g_weights_Nk.to(weights_Nk.dtype)
         g_SC, through_adapter, gh_inner = inner.backward(g_inner)
         grad_x = sum_of_rows(_parts(g_SC, through_adapter), routing.place_Nk)
         del g_SC, through_adapter
@@ -272,20 +277,3 @@ def _inner_sum(base_SF: Tensor, low_rank: Scaled | None, call: _Call) -> InnerSu
 
 def _parts(y_SC: Tensor, low_rank: Scaled | None) -> list[Scaled]:
     return [Scaled(y_SC, 1.0), *([] if low_rank is None else [low_rank])]
-
-
-def _spread_weights(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-    """Return the weight of every expert for each token, `[N, E]`; 0 for the others."""
-    own_E = torch.arange(call.stacks[1].weight.shape[0], device=weights_Nk.device)
-    chosen_NkE = call.routing.experts_Nk()[..., None] == own_E
-    return (chosen_NkE * weights_Nk[..., None]).sum(1).to(dtype)
-
-
-def _weight_gradient(
-    g_weight_S: Tensor, grad_NC: Tensor, weights_Nk: Tensor, stack: Stack, call: _Call
-) -> Tensor:
-    """Compute the gradient of the router's weights from `g_weight_S` and down's bias."""
-    grad_Nk = g_weight_S[call.routing.place_Nk]
-    if stack.bias is not None:
-        grad_Nk += (grad_NC @ stack.bias.t()).gather(1, call.routing.experts_Nk())
-    return grad_Nk.to(weights_Nk.dtype)

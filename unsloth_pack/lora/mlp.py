@@ -22,8 +22,9 @@ from torch import Tensor
 
 from unsloth_pack.kernels import Fp8Columns, LoraOutput, LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.gated_lora import should_store
-from unsloth_pack.kernels.launch import apply, is_last_pass, once_differentiable
+from unsloth_pack.kernels.launch import apply, is_last_pass, once_differentiable, wide_dtype
 from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora.arithmetic import Stack
 from unsloth_pack.lora.linear import FastLoraLinear, cast_input
 
 # Elements of gate in a tile: GEMMs of 4,096 tokens at 14,336 features are within a percent of full speed.
@@ -49,13 +50,6 @@ def gated_mlp(
     return apply(_GatedMLP, x, plan, recipe.inputs, *tensors)
 
 
-class _Stack(NamedTuple):
-    """Layers over one input, and their stacked A."""
-
-    a: Tensor
-    layers: list[arithmetic.Layer]
-
-
 @dataclass
 class _Plan:
     """Arguments of one call, besides tensors."""
@@ -68,15 +62,10 @@ class _Plan:
     keep: bool
     start: Any = None  # the autograd node of `SaveInputs`, if it saved them
 
-    def stacks(self, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> tuple[_Stack, _Stack]:
+    def stacks(self, dtype: torch.dtype, tensors: Sequence[Tensor | None]) -> tuple[Stack, Stack]:
         """Stack the layers of gate and up, and that of down."""
         inner = arithmetic.stack_layers(dtype, self.frozen[:-1], tensors[:-3])
-        down = arithmetic.stack_layers(dtype, self.frozen[-1:], tensors[-3:])
-        return _Stack(*inner), _Stack(*down)
-
-
-def _dequantised(stacks: Sequence[_Stack], dtype: torch.dtype) -> list[_Stack]:
-    return [_Stack(stack.a, arithmetic.dequantise(stack.layers, dtype)) for stack in stacks]
+        return inner, arithmetic.stack_layers(dtype, self.frozen[-1:], tensors[-3:])
 
 
 class SaveInputs(torch.autograd.Function):
@@ -100,13 +89,13 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:
         detached = arithmetic.detach_all(tensors)
         ctx.stacks = plan.stacks(x.dtype, detached)
-        inner, down = _dequantised(ctx.stacks, x.dtype)
+        inner, down = (Stack.dequantised(stack, x.dtype) for stack in ctx.stacks)
         ctx.h_down = []  # `[t, r]` of each tile
         ctx.stored = plan.keep and should_store(max(p.b_Or.shape[1] for p in inner.layers))
         x_NI = x.reshape(-1, x.shape[-1])
         cached = _Inside.compute(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
-        for tile in _tiles(len(x_NI), down.a.shape[1], plan.keep):
+        for tile in _tiles(len(x_NI), down.a_RI.shape[1], plan.keep):
             inside = _Inside.compute(x_NI[tile], inner, tile.start) if cached is None else cached.tile(tile)
             product_tF = gated_lora_(*inside.gate_and_up, plan.activation, ctx.stored)
             _, h_tr = arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
@@ -128,7 +117,7 @@ class _GatedMLP(torch.autograd.Function):
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
         rest = saved[plan.n_inputs :]
         g_NO = grad.reshape(-1, grad.shape[-1])
-        inner, down = _dequantised(ctx.stacks, x_NI.dtype)
+        inner, down = (Stack.dequantised(stack, x_NI.dtype) for stack in ctx.stacks)
         cached = _Inside(rest[0], rest[1:], inner.layers, ctx.stored) if rest else None
         trains_bias = ctx.needs_input_grad[3::3]
         grad_x_NI = None
@@ -139,7 +128,7 @@ class _GatedMLP(torch.autograd.Function):
         # Gradients overwrite gate and up unless those may be read again
         stays = cached is not None and not is_last_pass()
         sums: list[Tensor | None] = []  # bias, A and B of each layer in turn
-        for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1], plan.keep), ctx.h_down, strict=True):
+        for tile, h_tr in zip(_tiles(len(x_NI), down.a_RI.shape[1], plan.keep), ctx.h_down, strict=True):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
             inside = _Inside.compute(x_tI, inner, row) if cached is None else cached.tile(tile)
             grads = [torch.empty_like(y) for y in inside.outputs] if stays else inside.outputs
@@ -149,7 +138,7 @@ class _GatedMLP(torch.autograd.Function):
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
             inner_a_grad = arithmetic.backward_to_a(gh_tR, x_tI, inner.layers, row)
             biases = [
-                g.sum(0, dtype=_wide(g.dtype)) if trained else None
+                g.sum(0, dtype=wide_dtype(g)) if trained else None
                 for g, trained in zip([*grads, g_tO], trains_bias, strict=True)
             ]
             parts = arithmetic.order_by_layer([inner_a_grad, *inner_b_grads], biases[:-1], inner.layers)
@@ -178,7 +167,7 @@ class _Inside(NamedTuple):
     stored: bool = False  # True if the forward kernel has stored the sums there
 
     @classmethod
-    def compute(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_Inside":
+    def compute(cls, x_tI: Tensor, inner: Stack, first_row: int = 0) -> "_Inside":
         outputs, h_tR = arithmetic.forward_base(x_tI, *inner, first_row)
         return cls(h_tR, outputs, inner.layers)
 
@@ -202,7 +191,7 @@ def _backward_through_down(
     inside: _Inside,
     grads: Sequence[Tensor],
     activation: str,
-    down: _Stack,
+    down: Stack,
     first_row: int,
     columns: Fp8Columns | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -240,11 +229,7 @@ def _add_tile(sums: list[Tensor | None], parts: list[Tensor | None]) -> list[Ten
     """Add a tile's gradients to the sums; in float32 from the second tile on, against rounding."""
     if not sums:
         return parts
-    wide = [None if part is None else _wide(part.dtype) for part in parts]
+    wide = [None if part is None else wide_dtype(part) for part in parts]
     totals, added = (arithmetic.cast_in_one_launch(tensors, wide) for tensors in (sums, parts))
     torch._foreach_add_([x for x in totals if x is not None], [x for x in added if x is not None])
     return totals
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
