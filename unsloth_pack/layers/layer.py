@@ -235,24 +235,20 @@ class FastMLP(nn.Module):
         if activation is None:  # the activation was replaced, or has hooks now
             plain: Tensor = super().forward(hidden_states)
             return plain
-        out = self._run_gated(hidden_states, activation)
-        return F.dropout(out, self.residual_dropout, self.training) if self.residual_dropout else out
-
-    def _run_gated(self, hidden_states: Tensor, activation: str) -> Tensor:
         inner: list[Any] = [getattr(self, name) for name in self.projections.inner]
         down: Any = getattr(self, self.projections.down)
+        out: Tensor
         if self.spec.mlp_multipliers is not None:
             gate_scale, down_scale = (getattr(self, name) for name in self.spec.mlp_multipliers)
             gate, up = gate_and_up(project(hidden_states, inner))
-            scaled: Tensor = down(gated(gate * gate_scale, up, activation)) * down_scale
-            return scaled
-        if can_run_fused(hidden_states, [*inner, down]):
-            return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
-        if trains_fused([*inner, down]):
-            return trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
-        gate, up = gate_and_up(project(hidden_states, inner))
-        out: Tensor = down(gated(gate, up, activation))
-        return out
+            out = down(gated(gate * gate_scale, up, activation)) * down_scale
+        elif can_run_fused(hidden_states, [*inner, down]):
+            out = gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        elif trains_fused([*inner, down]):
+            out = trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        else:
+            out = down(gated(*gate_and_up(project(hidden_states, inner)), activation))
+        return F.dropout(out, self.residual_dropout, self.training) if self.residual_dropout else out
 
     def _keeps(self, x: Tensor) -> bool:
         features = self.projections.count_features(self)
