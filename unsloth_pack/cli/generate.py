@@ -92,7 +92,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding"
     return _in_template(tokenizer, {"role": "user", "content": prompt})
 
 
-def _in_template(owner: Any, turn: Mapping[str, Any]) -> "BatchEncoding":
+def _in_template(owner: "PreTrainedTokenizerBase | ProcessorMixin", turn: Any) -> "BatchEncoding":
     inputs = owner.apply_chat_template(
         [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unsloth_pack.report.callbacks import MetricsFile
+    from unsloth_pack.run.data import TrainingData
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -127,7 +128,7 @@ def _run(o: TrainOptions) -> int:
         summary, ledger = report.summarise()
         weights, is_main = trainer.trained_weights() if trainer.is_sharded else None, is_main_process()
         if is_main:
-            _save_adapter(model, folder, data.saved_with_model, o.adapter.tuning == "full", weights)
+            _save_adapter(model, folder, data, o.adapter.tuning == "full", weights)
         _end_together()
         if is_main:
             _save_merged_and_plot(model, trainer, data.saved_with_model, o.output, o.model.dtype)
@@ -169,18 +170,18 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
 
 
 def _save_adapter(
-    model: Any, folder: Path, beside: Any, is_full: bool, weights: dict[str, "Tensor"] | None
+    model: Any, folder: Path, data: "TrainingData", is_full: bool, weights: dict[str, "Tensor"] | None
 ) -> None:
     """Save the adapter, or the model; `weights` are the trained ones, if the model's own are sharded."""
     from unsloth_pack.checkpoints.saving import save_in_own_dtype
 
     if is_full:
-        return save_in_own_dtype(model, folder, beside)
-    model.save_pretrained_merged(folder, beside, save_method="lora", state_dict=weights)
+        return save_in_own_dtype(model, folder, data.saved_with_model)
+    model.save_pretrained_merged(folder, data.saved_with_model, save_method="lora", state_dict=weights)
 
 
 def _save_merged_and_plot(
-    model: Any, trainer: "RunTrainer", beside: Any, output: OutputOptions, dtype: str | None
+    model: Any, trainer: "RunTrainer", beside: object, output: OutputOptions, dtype: str | None
 ) -> None:
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.html import plot_loss

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 from pyarrow import Table
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.loading import find_model, load_config
@@ -23,6 +23,7 @@ from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import without_images
+from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
 from unsloth_pack.packing.dataset import pack_documents
 from unsloth_pack.packing.model_columns import TEACHER_IDS
@@ -88,7 +89,7 @@ class TrainingData:
     train: PreparedRows
     evaluation: PreparedRows | None
     images: ImagePreparation | None
-    saved_with_model: Any
+    saved_with_model: PreTrainedTokenizerBase | VisionProcessor
     labels: Labels | None = None
 
     @property
@@ -312,7 +313,7 @@ class _Builder:
         documents: DocumentStream | RolloutStream,
         data_sets: Sequence[DataSet],
         unused_columns: Mapping[int, tuple[str, ...]],
-        **options: Any,
+        **options: int,
     ) -> PreparedRows:
         share = Share(self._config.process_index, self._config.world_size)
         rows = RowStream(documents, self._capacity, seed=self._config.seed, share=share, **options)

@@ -1,7 +1,7 @@
 """The flags of the data, for the subcommands that read some and do not train."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unsloth_pack.checkpoints.names import check_model_there
 from unsloth_pack.config import OPTIONS, Parser, TrainOptions, changed
@@ -86,5 +86,5 @@ def read_documents(
         images,
         objective=options.training.objective,
     )
-    how: dict[str, Any] = {"how": data.mixture, "seed": options.training.seed, "most": data.sample_limit}
-    return prepare.mixture(sets, **how), images, tokenizer
+    mixture = prepare.mixture(sets, how=data.mixture, seed=options.training.seed, most=data.sample_limit)
+    return mixture, images, tokenizer

@@ -41,8 +41,8 @@ class _FsdpSettings(Section):
 
     version: Literal[2] = 2
     auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP"
-    transformer_layer_cls_to_wrap: Any = None
-    min_num_params: Any = None
+    transformer_layer_cls_to_wrap: str | list[str] | None = None
+    min_num_params: int | None = None
     reshard_after_forward: bool = True
     state_dict_type: Literal["FULL_STATE_DICT"] = "FULL_STATE_DICT"
     cpu_ram_efficient_loading: Literal[False] = False

@@ -23,6 +23,7 @@ from unsloth_pack.lora.targets import (
     refuse_on_stacks,
 )
 from unsloth_pack.lora.trained_parts import (
+    TokenIndices,
     TrainedParts,
     VisionParts,
     check_parts,
@@ -114,7 +115,7 @@ def _check_rows_apart(
     model: PreTrainedModel, adapter: AdapterOptions, whole: Mapping[str, Collection[str]]
 ) -> Iterator[InputError]:
     """Refuse rows of layers that train otherwise too; `whole` has the layers by option."""
-    rows: dict[str, Any] = {"trainable_token_indices": adapter.trainable_token_indices}
+    rows: dict[str, TokenIndices | None] = {"trainable_token_indices": adapter.trainable_token_indices}
     if adapter.add_tokens is not None:
         rows["add_tokens"] = rows_to_train(model, [0])
     for (option, names), (tokens_option, tokens) in product(whole.items(), rows.items()):
