@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from unsloth_pack.chat_templates.templates import get_parts
 from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
@@ -40,8 +41,6 @@ class TokenTexts:
     """Decode token ids one by one, so that a place in the text tells the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         self._tokenizer = tokenizer
         self._byte_of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
         (self._prefix, *_) = tokenizer(_PREFIX, add_special_tokens=False)["input_ids"]

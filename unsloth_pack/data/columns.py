@@ -63,12 +63,6 @@ def check_shared(columns: ColumnMapping, names: Mapping[str, Sequence[str]]) -> 
             raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
 
 
-def holds_turns(value: Any) -> bool:
-    """Whether a value is a list of turns."""
-    are_turns = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
-    return are_turns and bool(value[0].keys() & {"role", "from"})
-
-
 def refuse_text_of_turns(names: Iterable[str], first_rows: Sequence[Row]) -> None:
     """Refuse a column whose first rows hold the JSON text of turns."""
     for name in names:
@@ -82,7 +76,8 @@ def _holds_text_of_turns(value: object) -> bool:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return False
     with suppress(ValueError, RecursionError):
-        return holds_turns(json.loads(value))
+        turns = json.loads(value)
+        return bool(turns) and isinstance(turns[0], dict) and bool(turns[0].keys() & {"role", "from"})
     return False
 
 

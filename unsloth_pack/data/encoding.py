@@ -244,7 +244,8 @@ class Encoder:
         problem, remedy = "the chat template does not show them", "use another model, or"
         if tools and shown is not None and shown == self._text(conversation, beside | {"tools": None}):
             fail(number, "tools", problem, tools, f"{remedy} give {offer({'tools': None})}")
-        if calls and shown is not None and shown == self._text(_without_calls(conversation), beside):
+        without = [{key: turn[key] for key in turn if key != "tool_calls"} for turn in conversation]
+        if calls and shown is not None and shown == self._text(without, beside):
             fail(number, "tool_calls", problem, calls[0], f"{remedy} remove the row")
 
     def _apply_template(
@@ -307,10 +308,6 @@ def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _calls_in(conversation: Conversation) -> list[Any]:
     return [turn["tool_calls"] for turn in conversation if turn.get("tool_calls")]
-
-
-def _without_calls(conversation: Conversation) -> Conversation:
-    return [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in conversation]
 
 
 def _with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:

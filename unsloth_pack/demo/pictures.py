@@ -33,7 +33,6 @@ SIZES = {"small": 16, "large": CELL}  # pixels a side
 MARK = "<image>"  # the picture's place in a question
 DENSE = "Give a dense caption."
 
-SPLITS = ("train", "test")
 _ROWS_OF_SPLIT = {"train": 2000, "test": 100}
 _CELLS = (2, MOST_CELLS)
 _COUNTS = (1, 2, 3)

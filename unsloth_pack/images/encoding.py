@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+from jinja2 import TemplateError
 
 from unsloth_pack.data.encoding import IGNORE_INDEX, TEMPLATE_REFUSALS, Encoder
 from unsloth_pack.data.rows import ROLES, fail
@@ -37,7 +38,6 @@ def renders_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
 
     Those of Idefics, SmolVLM and LLaVA render only lists of parts, and silently drop a string.
     """
-    from jinja2 import TemplateError
 
     def renders(contents: Sequence[Any]) -> bool:
         turns = [{"role": role, "content": each} for role, each in zip(roles, contents, strict=True)]
