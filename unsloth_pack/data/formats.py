@@ -117,6 +117,8 @@ class Conversion:
         responses_only: bool | None = None,
         numbers: range | None = None,
     ):
+        if not len(dataset):  # as without any column
+            raise InputError("the dataset has 0 rows; give one with at least one")
         self._dataset, self.numbers = dataset, numbers or range(len(dataset))
         names = dataset.column_names
         refuse_media(dataset, self.numbers[0])
