@@ -143,17 +143,15 @@ class Encoder:
     def _plain(self, texts: list[str]) -> Ids:
         """Ids of texts; one begin token where a text has it already and the tokenizer puts it before all."""
         twice = [self.tokenizer.bos_token_id] * 2
-        return [ids[1:] if ids[:2] == twice else ids for ids in self._raw(texts)]
-
-    def _raw(self, texts: list[str]) -> Ids:
-        if not self._has_plain_backend:
-            ids: Ids = self.tokenizer(texts, verbose=False)["input_ids"]
-            return ids
-        backend = self.tokenizer.backend_tokenizer  # as a call would use it, but without places and masks
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
+        if self._has_plain_backend:
+            backend = self.tokenizer.backend_tokenizer  # as a call would use it, without places and masks
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = self.tokenizer.split_special_tokens
+            rows = [encoding.ids for encoding in backend.encode_batch_fast(texts)]
+        else:
+            rows = self.tokenizer(texts, verbose=False)["input_ids"]
+        return [ids[1:] if ids[:2] == twice else ids for ids in rows]
 
     def _chat(
         self,

@@ -125,7 +125,7 @@ class Conversion:
         first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
         self.data_format = detect_format(names, first_rows)
         self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
-        learned, answer = _learned(responses_only), _answer_column(names)
+        learned, answer = learned_roles(responses_only), _answer_column(names)
         self.columns, self.holds_turns = ["prompt", "completion"], True
         used = set(_OF_CONVERSATIONS)
         self._convert: Callable[[int, Row], Row]
@@ -179,7 +179,7 @@ class Conversion:
             yield converted
 
 
-def _learned(responses_only: bool | None) -> dict[str, bool]:
+def learned_roles(responses_only: bool | None) -> dict[str, bool]:
     """Whether the turns of a role carry loss; a role for which that is not known is left out."""
     if responses_only is None:
         return {"assistant": True}

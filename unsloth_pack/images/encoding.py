@@ -15,7 +15,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from unsloth_pack.data.encoding import IGNORE_INDEX, TEMPLATE_REFUSALS, Encoder
-from unsloth_pack.data.rows import ROLES, fail
+from unsloth_pack.data.formats import learned_roles
+from unsloth_pack.data.rows import fail
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.reading import ImageSource, UnreadableImage, read_size
@@ -144,8 +145,7 @@ class VisionEncoder:
         self._skip_broken, self._relabel = skip_broken, relabel
         self._responses_only = responses_only and relabel is None
         self._folder = None if image_folder is None else Path(image_folder)
-        learned = {role: role == "assistant" or not responses_only for role in ROLES}
-        self._learned = learned if relabel is None else {"assistant": True}
+        self._learned = learned_roles(responses_only if relabel is None else None)
         self._renders_strings = renders_strings(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
