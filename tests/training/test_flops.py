@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.training.chips import Chips, peak_flops
-from unsloth_pack.training.flops import FlopCounter, ModelFlops
+from unsloth_pack.training.flops import ModelFlops, count_keys
+from unsloth_pack.training.updates import TokenCounts
 
 CPU, TOKENS = torch.device("cpu"), 64
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -161,18 +163,31 @@ def test_attention_counts_visible_pairs_of_documents():
     for name, (batch, of) in batches.items():
         n_pairs = full * visible(lengths, 10**9, of) + (1 - full) * visible(lengths, 8, of)
         expected = (token - pairs) * sum(lengths) + pairs * n_pairs
-        assert FlopCounter(model).count([batch], None)[0] == pytest.approx(expected), name
+        assert flops.count(count_keys(batch), None)[0] == pytest.approx(expected), name
 
 
 def test_passes_of_a_teacher_are_added():
+    """Two micro-batches on each of two processes, of 60 labels in all."""
     model, teacher = (tiny_model("llama", device="cpu", seed=seed) for seed in (0, 1))
     patch_model(model, "sdpa")
-    batch = {"packed_row": PackedRow.of_lengths((20, 12), CPU)}
+    row = {"packed_row": PackedRow.of_lengths((20, 12), CPU), "input_ids": ids(32)}
+    both = SimpleNamespace(num_processes=2, device=CPU, reduce=lambda sums: 2 * sums)
+    args = SimpleNamespace(device=CPU, world_size=2)
+
+    def flops(frozen):
+        counts = TokenCounts(model, args)
+        counts.add([row, row], 60, frozen, both)
+        assert (counts.trained.tokens, counts.trained.counted) == (2 * 2 * 32, 60)
+        return counts.trained.model_flops, counts.trained.hardware_flops
+
     keys = torch.tensor([*range(1, 21), *range(1, 13)])
-    alone = FlopCounter(model).count([batch, batch], 30)
-    both = FlopCounter(model).count([batch, batch], 30, [(teacher, batch)])
-    forward, of_unpatched = ModelFlops(teacher).count(keys, 15, trains=False)
-    assert (both[0] - alone[0], both[1] - alone[1], of_unpatched) == (forward, 0, 0)
+    alone, beside = flops([]), flops([(teacher, row), (model, row)])
+    expected = ModelFlops(model).count(keys, 15)
+    assert alone == tuple(4 * n for n in expected)
+    of_teacher, of_reference = (ModelFlops(each).count(keys, 15, trains=False) for each in (teacher, model))
+    assert beside[0] - alone[0] == 2 * (of_teacher[0] + of_reference[0])
+    assert beside[1] - alone[1] == 2 * of_reference[1]  # the teacher is not patched
+    assert 0 < of_reference[1] < of_reference[0] == of_teacher[0]
 
 
 @table(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ from unsloth_pack.report.callbacks import peak_memory
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.training.trainer import RunTrainer, make_trainer
 from unsloth_pack.training.trl_setup import sft_config
+from unsloth_pack.training.updates import TokenCounter
 
 SEED = 3407
 _WARM_UP = {"cuda": 10, "cpu": 1}  # steps, to compile kernels and capture common forms of rows
@@ -66,10 +67,8 @@ class Figures:
     documents_per_second: float
     tokens_padded: float  # the padding's share of the computed tokens
     tflops: float  # a device, of model FLOPs
-    mfu: (
-        float | None
-    )  # shares of the chip's peak, 0 to 1; None if it is not known, or for `hfu` of a plain model
-    hfu: float | None
+    mfu: float | None  # shares of the chip's peak, 0 to 1; None if it is not known
+    hfu: float | None  # of a patched model
     peak_memory_bytes: int
     peak_memory_of: str
     kernel_ms: dict[str, float] | None = None  # of a profiled step, by category
@@ -136,16 +135,17 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
     )
     patch = patch_of(model)
     base_model: Any = model.get_base_model()
-    use = trainer.counts.chips.utilisation(*watch.flops, watch.seconds)
+    trained = watch.trained
+    use = trainer.counts.chips.utilisation(trained.model_flops, trained.hardware_flops, watch.seconds)
     return Figures(
         attention=patch.report.attn_backend if patch else str(model.config._attn_implementation),
         step_graphs=str(base_model.get_decoder().step_graphs) if patch else None,
         startup_seconds=startup_seconds,
         first_step_seconds=watch.first_step_seconds,
         step_ms=1e3 * watch.seconds / case.steps,
-        tokens_per_second=watch.tokens / watch.seconds,
-        documents_per_second=watch.tokens / float(lengths.mean()) / watch.seconds,
-        tokens_padded=1 - watch.tokens / watch.slots,
+        tokens_per_second=trained.tokens / watch.seconds,
+        documents_per_second=trained.tokens / float(lengths.mean()) / watch.seconds,
+        tokens_padded=1 - trained.tokens / trained.slots,
         tflops=use["tflops"],
         mfu=use.get("mfu"),
         hfu=use.get("hfu"),
@@ -201,8 +201,7 @@ class _Watch(TrainerCallback):
         self.on_first: Callable[[], object] = lambda: None
         self.on_last: Callable[[], object] = lambda: None
         self.first_step_seconds = self.seconds = 0.0
-        self.tokens = self.slots = 0
-        self.flops = 0, 0  # of the model, and of the hardware
+        self.trained = TokenCounter()  # in the measured steps
 
     def on_step_begin(self, args: Args, state: State, control: Control, **_: object) -> None:
         if state.global_step == 0:
@@ -219,12 +218,8 @@ class _Watch(TrainerCallback):
         elif step == self.last:
             self.seconds = _now() - self._start
             self.on_last()
-            trained, before = self.trainer.trained, self._before
-            self.tokens, self.slots = trained.tokens - before.tokens, trained.slots - before.slots
-            self.flops = (
-                trained.model_flops - before.model_flops,
-                trained.hardware_flops - before.hardware_flops,
-            )
+            pairs = zip(astuple(self._before), astuple(self.trainer.trained), strict=True)
+            self.trained = TokenCounter(*(after - before for before, after in pairs))
 
 
 def _now() -> float:

@@ -12,30 +12,14 @@ from unsloth_pack.lora.quantised import Fp8Linear
 # Dense TFLOP/s in 16 bits with sums in float32, and in fp8 (None without it), from the data sheets and
 # architecture white papers of NVIDIA and AMD. The first name that stands in a device's name decides.
 _PEAKS: dict[str, tuple[float, float | None]] = {
-    "GB200": (2500.0, 5000.0),
-    "B200": (2250.0, 4500.0),
-    "H200 NVL": (835.5, 1671.0),
-    "H100 NVL": (835.5, 1671.0),
-    "H100 PCIe": (756.5, 1513.0),
-    **dict.fromkeys(("GH200", "H200", "H100", "H800"), (989.5, 1979.0)),
-    "H20": (148.0, 296.0),
-    **dict.fromkeys(("A100", "A800"), (312.0, None)),
-    "A40": (149.7, None),
-    "A30": (165.0, None),
-    "A10": (125.0, None),
-    "L40S": (362.05, 733.0),
-    "L40": (181.05, 362.0),
-    "L4": (121.0, 242.5),
-    "T4": (65.0, None),
-    "V100-PCIE": (112.0, None),
-    "V100": (125.0, None),
-    "RTX 6000 Ada": (364.25, 728.5),
-    "RTX A6000": (154.85, None),
-    "RTX 5090": (209.5, 419.0),
-    "RTX 4090": (165.2, 330.3),
-    "RTX 3090": (71.0, None),
-    **dict.fromkeys(("MI300X", "MI325X"), (1307.4, 2614.9)),
-}
+    "GB200": (2500, 5000), "B200": (2250, 4500), "H200 NVL": (835.5, 1671), "H100 NVL": (835.5, 1671),
+    "H100 PCIe": (756.5, 1513), "GH200": (989.5, 1979), "H200": (989.5, 1979), "H100": (989.5, 1979),
+    "H800": (989.5, 1979), "H20": (148, 296), "A100": (312, None), "A800": (312, None), "A40": (149.7, None),
+    "A30": (165, None), "A10": (125, None), "L40S": (362.05, 733), "L40": (181.05, 362), "L4": (121, 242.5),
+    "T4": (65, None), "V100-PCIE": (112, None), "V100": (125, None), "RTX 6000 Ada": (364.25, 728.5),
+    "RTX A6000": (154.85, None), "RTX 5090": (209.5, 419), "RTX 4090": (165.2, 330.3),
+    "RTX 3090": (71, None), "MI300X": (1307.4, 2614.9), "MI325X": (1307.4, 2614.9),
+}  # fmt: skip
 _OTHER_CHIP = re.compile(r"Laptop|Max-Q|\bTi\b|MIG| D$")  # another of that name, or a part of one
 
 
@@ -72,7 +56,8 @@ class Chips:
         """
         if seconds <= 0:
             return {}
-        rates = {"mfu": model_flops, "hfu": hardware_flops}
-        rates = {name: flops / seconds / self.number for name, flops in rates.items() if flops}
-        shares = {} if self.peak is None else {name: rate / self.peak for name, rate in rates.items()}
-        return {"tflops": rates.get("mfu", 0.0) / 1e12} | shares
+        rates = {"mfu": model_flops / seconds / self.number, "hfu": hardware_flops / seconds / self.number}
+        tflops = {"tflops": rates["mfu"] / 1e12}
+        if self.peak is None:
+            return tflops
+        return tflops | {name: rate / self.peak for name, rate in rates.items() if rate}

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from unsloth_pack.modules import whole
 from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
 from unsloth_pack.training.chips import Chips
 from unsloth_pack.training.document_losses import Batch
-from unsloth_pack.training.flops import FlopCounter
+from unsloth_pack.training.flops import ModelFlops, count_keys
 from unsloth_pack.training.nonfinite import NonFinite, find_culprits
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 
 COUNTS_FILE = "counts.json"  # in a checkpoint
 Count = Tensor | float  # a tensor may be on the device, and is not read before somebody asks
-_FLOPS = ("model_flops", "hardware_flops")
-_SUMS = ("tokens", "slots", *_FLOPS, "counted")  # of `TokenCounter`
+_SUMS = ("tokens", "slots", "model_flops", "hardware_flops", "counted")  # of `TokenCounter`
 _MAX_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 
 
@@ -58,26 +58,23 @@ class TokenCounts:
 
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
         self.chips = Chips.of_run(args, model)
-        self._flops = FlopCounter(model)
+        self._model, self._flops_of = model, cache(ModelFlops)
+        self._flops_of(model)  # before a trainer shards it
         self._seconds = 0.0  # until training was started last
         self._started: float | None = None
-        self._sums: dict[str, Count] = dict.fromkeys(_SUMS, 0)
+        self.sums: dict[str, Count] = dict.fromkeys(_SUMS, 0)  # of `trained`
         self._line = 0.0, 0.0, 0.0  # model FLOPs, hardware FLOPs and seconds until the last log line
         self.broken_images = 0  # that this process has met
 
     @property
     def trained(self) -> TokenCounter:
         """Return the counts over all processes, and all resumptions."""
-        return TokenCounter(self.seconds, **{name: int(n) for name, n in self._sums.items()})
+        return TokenCounter(self.seconds, **{name: int(n) for name, n in self.sums.items()})
 
     @property
     def seconds(self) -> float:
         """Return the seconds of `trained`."""
         return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
-
-    def sums(self, *names: str) -> list[Count]:
-        """Return numbers of `trained`, perhaps on the device."""
-        return [self._sums[name] for name in names]
 
     def utilisation(self, model_flops: float, hardware_flops: float) -> dict[str, float]:
         """Return that of the chips since the last call, from the FLOPs of all updates until now."""
@@ -101,19 +98,20 @@ class TokenCounts:
         frozen: Iterable[tuple[Any, Batch]],
         accelerator: Accelerator,
     ) -> None:
-        """Add the micro-batches of an update, in all processes.
+        """Add the micro-batches of an update, in all processes; `counted` is None where it is not known.
 
-        Args:
-            counted: labels, in all of them; None where it is not known.
-            frozen: passes without gradients beside: a model and its batch.
+        `frozen` are passes without gradients beside: a model and its batch.
         """
         slots: Count = sum(batch["input_ids"].numel() for batch in batches)
         tokens: Count = sum(
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
             for batch in batches
         )
-        n_labels = None if counted is None else counted / accelerator.num_processes
-        sums = [tokens, slots, *self._flops.count(batches, n_labels, frozen)]
+        n_labels = None if counted is None else counted / (accelerator.num_processes * max(1, len(batches)))
+        passes = [(self._model, batch, True) for batch in batches]
+        passes += [(model, batch, False) for model, batch in frozen]
+        flops = [self._flops_of(model).count(count_keys(x), n_labels, trains) for model, x, trains in passes]
+        sums = [tokens, slots, sum(plain for plain, _ in flops), sum(packed for _, packed in flops)]
         if accelerator.num_processes > 1:
             # Unlike a copy, filling a tensor does not wait for the device. float64 holds every count
             device: Any = accelerator.device
@@ -123,7 +121,7 @@ class TokenCounts:
             ]
             sums = [*accelerator.reduce(torch.stack(on_device))]
         counts = zip(_SUMS, [*sums, 0 if counted is None else counted], strict=True)
-        self._sums = {name: self._sums[name] + count for name, count in counts}
+        self.sums = {name: self.sums[name] + count for name, count in counts}
 
     def save(self, checkpoint: Path) -> None:
         """Write the counts into a checkpoint."""
@@ -133,9 +131,8 @@ class TokenCounts:
         """Go on from the counts in a checkpoint."""
         counts = json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8"))
         self._seconds = float(counts.pop("seconds"))
-        self._sums |= counts  # that of an earlier version has no FLOPs
-        model_flops, hardware_flops = map(float, self.sums(*_FLOPS))
-        self._line = model_flops, hardware_flops, self._seconds
+        self.sums |= counts  # that of an earlier version has no FLOPs
+        self._line = float(self.sums["model_flops"]), float(self.sums["hardware_flops"]), self._seconds
 
 
 class MemoryWatch:
@@ -264,7 +261,8 @@ class RunLine(LogLine):
             self._trl_metrics |= trainer.rollouts.take_metrics()
         self._steps, finite = trainer.nonfinite_updates.take_verdicts()
         self._finite = HostCopy(finite)
-        self._all_tokens, *self._flops = map(copy_number, trainer.counts.sums("tokens", *_FLOPS))
+        names = ("tokens", "model_flops", "hardware_flops")
+        self._sums = {name: copy_number(trainer.counts.sums[name]) for name in names}
         self.left_out: list[int] = []  # once it is read
 
     def read(self, trainer: Any) -> dict[str, float]:
@@ -272,8 +270,8 @@ class RunLine(LogLine):
         finite = self._finite.read().tolist()
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
-            metrics["num_tokens"] = [int(self._all_tokens.read())]
-        model_flops, hardware_flops = (float(copied.read()) for copied in self._flops)
+            metrics["num_tokens"] = [int(self._sums["tokens"].read())]
+        _, model_flops, hardware_flops = (float(copied.read()) for copied in self._sums.values())
         logs |= trainer.counts.utilisation(model_flops, hardware_flops)
         return logs | ({"loss": math.nan} if self.left_out else {})
 
