@@ -46,11 +46,14 @@ from unsloth_pack.kernels.launch import apply, jit, once_differentiable, takes_f
 
 @jit
 def score_kernel(
-    logits, labels, log_probs, entropies, tops, means, squares, scale, softcap, V,
+    logits, labels, log_probs, entropies, tops, means, squares, g_log_probs, g_entropies, scale, softcap, V,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TOP1: tl.constexpr, MEAN: tl.constexpr,
     SQUARES: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write scores `[L]`; WITH_GRAD logits `[L, V]` become log_probs' gradient. Grid: L."""
+    """Write scores `[L]`; WITH_GRAD logits `[L, V]` become the gradient of the weighted scores. Grid: L.
+
+    g_log_probs, g_entropies: the weights `[L]`; None for 1 and for 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     label = tl.load(labels + row).to(tl.int64)
@@ -63,7 +66,8 @@ def score_kernel(
     log_total = tl.log(total)
     tl.store(log_probs + row, (z_label - peak) - log_total)
     if ENTROPY:
-        tl.store(entropies + row, log_total - weighted / total)
+        entropy = log_total - weighted / total
+        tl.store(entropies + row, entropy)
     if TOP1:
         is_top = (z_label >= peak) & (z_label > before)
         tl.store(tops + row, is_top.to(tl.float32))
@@ -77,39 +81,16 @@ def score_kernel(
             x_B, mask_B = load_block(start, first, V, BLOCK)
             z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
             column_B = first + tl.arange(0, BLOCK)
-            g_B = -tl.exp(z_B - peak) * per_total
+            p_B = tl.exp(z_B - peak) * per_total
+            g_B = -p_B
             if (first <= label) & (label < first + BLOCK):
                 g_B += tl.where(column_B == label, 1.0, 0.0)
+            if g_log_probs is not None:
+                g_B *= tl.load(g_log_probs + row)
+            if g_entropies is not None:
+                log_p_B = tl.where(p_B > 0, z_B - peak - log_total, 0.0)
+                g_B -= tl.load(g_entropies + row) * p_B * (log_p_B + entropy)
             tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
-
-
-@jit
-def score_gradient_kernel(
-    logits, labels, g_log_probs, g_entropies, scale, softcap, V,
-    CAPPED: tl.constexpr, FOR_LOG_PROB: tl.constexpr, FOR_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replace logits `[L, V]` by the gradient of the weighted scores. Grid: L."""
-    row = tl.program_id(0).to(tl.int64)
-    start = logits + row * V
-    label = tl.load(labels + row).to(tl.int64)
-    peak, total, weighted, _squared, _summed, _before = _softmax_sums(
-        start, V, scale, softcap, label, CAPPED, True, False, False, False, BLOCK
-    )
-    log_total = tl.log(total)
-    entropy = log_total - weighted / total
-    per_total = tl.div_rn(1.0, total)
-    for first in range(0, V, BLOCK):
-        x_B, mask_B = load_block(start, first, V, BLOCK)
-        z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
-        column_B = first + tl.arange(0, BLOCK)
-        p_B = tl.exp(z_B - peak) * per_total
-        g_B = p_B * 0.0
-        if FOR_LOG_PROB:
-            g_B += tl.load(g_log_probs + row) * (tl.where(column_B == label, 1.0, 0.0) - p_B)
-        if FOR_ENTROPY:
-            log_p_B = tl.where(p_B > 0, z_B - peak - log_total, 0.0)
-            g_B -= tl.load(g_entropies + row) * p_B * (log_p_B + entropy)
-        tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
 
 
 @jit
@@ -242,21 +223,25 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         g_hidden, g_h, *inputs = ctx.saved_tensors
         rows, needed = ctx.labelled.rows, ctx.needs_input_grad[4:9]
-        if g_log_prob_T is None and g_entropy_T is None:
-            return (None,) * 10
-        upstream_N = [g if g is None else g.reshape(-1)[rows] for g in (g_log_prob_T, g_entropy_T)]
-        g_log_prob_N, g_entropy_N = upstream_N
+        if g_log_prob_T is None:
+            if g_entropy_T is None:
+                return (None,) * 10
+            g_log_prob_T = torch.zeros_like(g_entropy_T)
+        g_log_prob_N = g_log_prob_T.reshape(-1)[rows]
+        g_entropy_N = None if g_entropy_T is None else g_entropy_T.reshape(-1)[rows]
         if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
             head = HeadPass(inputs, ctx.labelled, needed, ctx.options)
 
             def turn(logits_LV: Tensor, labels_L: Tensor, chunk: slice) -> None:
-                weights_L = [None if g is None else g[chunk] for g in upstream_N]
-                _to_gradient(logits_LV, labels_L, weights_L, ctx.options)
+                upstream = g_log_prob_N[chunk], None if g_entropy_N is None else g_entropy_N[chunk]
+                log_prob, entropy = (None if g is None else torch.empty_like(g) for g in upstream)
+                assert log_prob is not None
+                others = (entropy, None, None, None)
+                score_logits(logits_LV, labels_L, ctx.options, True, log_prob, others, upstream)
 
             head.run(turn)
             gradients = [None if g is None else g.to(ctx.dtype) for g in head.gradients]
         else:
-            assert g_log_prob_N is not None
             weights_N1 = g_log_prob_N[:, None]
             g_hidden, g_h = (scale_rounded_once(x, weights_N1, ctx.dtype) for x in (g_hidden, g_h))
             gradients = [g_hidden, None, None, g_h, None]
@@ -270,36 +255,26 @@ def score_logits(
     with_grad: bool,
     log_prob: Tensor,
     others: Sequence[Tensor | None] = (None,) * len(FIELDS),
+    upstream: Sequence[Tensor | None] = (None, None),
 ) -> None:
-    """Write log_prob and `others`, each `[L]`, of logits `[L, V]`; with_grad: logits -> the gradient."""
+    """Write log_prob and `others`, each `[L]`, of logits `[L, V]`; with_grad: logits -> the gradient.
+
+    It is that of the sum of log_prob and entropy weighted by `upstream`, `[L]` each; None for 1 and for 0.
+    """
     if not takes_fused_path(logits, logits):
         fields = [field for field, other in zip(FIELDS, others, strict=True) if other is not None]
-        upstream = [torch.ones_like(log_prob)] if with_grad else []
-        plain = score_plainly(logits, labels, options, fields, upstream)
+        g_log_prob, g_entropy = upstream
+        g_log_prob = torch.ones_like(log_prob) if g_log_prob is None else g_log_prob
+        weights = [g_log_prob, g_entropy] if with_grad else []
+        plain = score_plainly(logits, labels, options, fields, weights)
         for score, value in zip((log_prob, *others), plain, strict=True):
             if score is not None and value is not None:
                 score.copy_(value)
         return
     (L, V), (scale, softcap) = logits.shape, options
     score_kernel[(L,)](
-        *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
+        *(logits, labels, log_prob, *(log_prob if other is None else other for other in others), *upstream),
         *(float(scale), float(softcap or 1), V),
         *(softcap is not None, *(other is not None for other in others), with_grad, _BLOCK),
         num_warps=4 if any(other is not None for other in others) else 8,
-    )
-
-
-def _to_gradient(logits: Tensor, labels: Tensor, upstream: list[Tensor | None], options: Options) -> None:
-    """In place: logits `[L, V]` -> d(sum(g_log_prob * log_prob + g_entropy * entropy)) / d(logits)."""
-    if not takes_fused_path(logits, logits):
-        score_plainly(logits, labels, options, ["entropy"], upstream)
-        return
-    (L, V), (scale, softcap) = logits.shape, options
-    g_log_prob, g_entropy = upstream
-    some = g_log_prob if g_entropy is None else g_entropy
-    score_gradient_kernel[(L,)](
-        *(logits, labels, some if g_log_prob is None else g_log_prob, some),
-        *(float(scale), float(softcap or 1), V),
-        *(softcap is not None, g_log_prob is not None, g_entropy is not None, _BLOCK),
-        num_warps=4,
     )
