@@ -244,6 +244,22 @@ def test_a_reference_may_be_a_copy_of_an_adapter(plain, tmp_path):
     assert any(gradient.any() for gradient in gradients.values())
 
 
+@pytest.mark.parametrize(("kind", "n_passes"), [("sigmoid", 1), ("orpo", 0), ("kto", 3)])
+def test_flops_of_a_reference(kind, n_passes, plain, tmp_path):
+    """KTO runs the model and its reference over prompts with answers to others, too."""
+    trainer, _ = trainer_of(kind, plain, tmp_path)
+    batch = trainer.data_collator([*trainer.train_dataset])
+    passes = trainer.objective.list_frozen_passes([batch])
+    assert len(passes) == n_passes
+    flops = []
+    for frozen in ((), passes):
+        before = trainer.trained.model_flops
+        trainer.counts.add([batch], None, frozen, trainer.accelerator)
+        flops.append(trainer.trained.model_flops - before)
+    forward = 0.32 * n_passes  # of a pass: a forward is a third of it, adapters and first layers aside
+    assert forward <= flops[1] / flops[0] - 1 <= 1.6 * forward
+
+
 def test_documents_of_equal_tokens_and_other_labels_are_others():
     """Or a cache would give back the rows of the other ones."""
     other = [row | {"label": not row["label"]} for row in LABELLED]
