@@ -91,7 +91,7 @@ def attend(
     need = _read_need(q_NHD, v_NKV, options)
     name, _ = choose_backend(backend, need)
     if row.parent is not None:
-        name = _choose_able(name, need, "takes_branches")
+        name = choose_able(name, need, "takes_branches")
     out_NHV = _run(BACKENDS[name], q_NHD, k_NKD, v_NKV, row, options, sinks_H=sinks_H)
     if not len(row.blocks):
         return out_NHV
@@ -120,7 +120,7 @@ def attend_in_blocks(
     blocks = BlockRows.from_row(row, options.window)
     q_QHD = q_NHD.index_select(0, blocks.query_places)
     k_MKD, v_MKV = (x.index_select(0, blocks.key_places) for x in (k_NKD, v_NKV))
-    backend = BACKENDS[choose_backend_for_other_keys(name, _read_need(q_NHD, v_NKV, options))]
+    backend = BACKENDS[choose_able(name, _read_need(q_NHD, v_NKV, options), "takes_other_keys")]
     out_QHV = _run(backend, q_QHD, k_MKD, v_MKV, blocks.queries, options, keys=blocks.keys)
     return out_NHV.index_copy(0, blocks.query_places, out_QHV)
 
@@ -197,12 +197,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
     return chosen, f"{why}, through {kernel}" if kernel else why
 
 
-def choose_backend_for_other_keys(name: str, need: AttentionNeed) -> str:
-    """Choose a backend for queries with other keys than their own, best the layer's own, `name`."""
-    return _choose_able(name, need, "takes_other_keys")
-
-
-def _choose_able(name: str, need: AttentionNeed, ability: str) -> str:
+def choose_able(name: str, need: AttentionNeed, ability: str) -> str:
     """Return the first backend with the ability, `name` before all others; sdpa has any."""
     able = (other for other in (name, *BACKENDS) if getattr(BACKENDS[other], ability))
     return next(other for other in able if why_unavailable(other, need) is None)

@@ -247,10 +247,12 @@ class CapturedShape:
         with self.memory.warming_up():
             output = self._forward(decoder)
             drawn = _random_state(self.row.device)
-        grads = [
-            self.memory.output_gradient(i, x) if x.requires_grad else None
-            for i, x in enumerate(output.tensors)
-        ]
+        grads: list[Tensor | None] = []
+        for i, x in enumerate(output.tensors):
+            shape = self.row.n_tokens, x.shape[-1], x.dtype, x.device
+            grads.append(
+                self.memory.rows("gradient", i, *shape).zero_().view_as(x) if x.requires_grad else None
+            )
         with self.memory.warming_up():
             self._backward(output, grads)
             if self._recomputed and not torch.equal(drawn, _random_state(self.row.device)):

@@ -66,13 +66,6 @@ class GraphMemory:
         self._awaited: weakref.ref[Token] | None = None
         self._shared: dict[tuple[object, ...], torch.Tensor] = {}  # by all graphs, outside the pool
 
-    def output_gradient(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """Return zeros for the gradient of output `number`."""
-        features = output.shape[-1]
-        n_rows = output.numel() // features
-        rows = self.rows("gradient", number, n_rows, features, output.dtype, output.device)
-        return rows.zero_().view_as(output)
-
     def rows(
         self, what: str, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:

@@ -72,11 +72,6 @@ class LabelledRows:
         """Return the rows `[N]`, int64, ascending."""
         return self._order[: self.count]
 
-    @property
-    def labels_N(self) -> Tensor:
-        """Return their labels `[N]`."""
-        return self.labels.reshape(-1).index_select(0, self.rows)
-
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Options = tuple[float, float | None]  # scale and softcap
@@ -142,7 +137,8 @@ class HeadPass:
         is_wide: bool = False,
     ):
         hidden, self._weight, self._bias, h, self._b, self._outputs = inputs
-        self._rows, self._labels_N, self._options = labelled.rows, labelled.labels_N, options
+        self._rows, self._options = labelled.rows, options
+        self._labels_N = labelled.labels.reshape(-1).index_select(0, self._rows)
         self._hidden_TC = hidden.reshape(-1, hidden.shape[-1])
         wide, (V, C), N = wide_dtype(hidden), self._weight.shape, labelled.count
         self._logits_dtype = wide if is_wide else hidden.dtype

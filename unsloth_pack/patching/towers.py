@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
-from unsloth_pack.attention.backends import choose_backend_for_other_keys, why_not_captured
+from unsloth_pack.attention.backends import choose_able, why_not_captured
 from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.cuda_graphs.tower import TowerGraphs
 from unsloth_pack.layers.layer import FastRMSNorm
@@ -71,7 +71,7 @@ def prepare_blocks(
         options = replace(read_attention_options(module, spec), causal=False)
         windows.add(options.window)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        chosen.add(choose_backend_for_other_keys(choice.name, need))
+        chosen.add(choose_able(choice.name, need, "takes_other_keys"))
     if not any(map(why_not_captured, chosen)):
         graphs.windows = frozenset(windows)
     how = f"by a second call a layer through {' and '.join(sorted(chosen))}"
