@@ -78,7 +78,9 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 class _Local(threading.local):  # other threads go on launching
-    compile: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None  # in place of a launch
+    compile: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = (
+        None  # in place of a launch
+    )
 
 
 _local = _Local()
@@ -97,11 +99,11 @@ def compile_in_parallel(device: torch.device) -> Iterator[None]:
     """
     signatures = set()
 
-    def warm_up(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def warm_up(kernel: Any, args: tuple[object, ...], options: dict[str, object]) -> object:
         with torch.cuda.device(device):
             return kernel.warmup(*args, grid=(1,), **options).run  # reading `run` loads the kernel
 
-    def add(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def add(kernel: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
         arguments = args, tuple(options.items())
         signature = id(kernel), _signature(arguments)
         if signature not in signatures:
@@ -117,7 +119,7 @@ def compile_in_parallel(device: torch.device) -> Iterator[None]:
             _local.compile = None
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: object) -> object:
     """Return the properties of an argument for which Triton may compile anew."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
