@@ -78,9 +78,8 @@ def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 class _Local(threading.local):  # other threads go on launching
-    compile: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = (
-        None  # in place of a launch
-    )
+    # in place of a launch
+    compile: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
 
 
 _local = _Local()
