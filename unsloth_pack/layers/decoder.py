@@ -283,9 +283,9 @@ class FastDecoder(nn.Module):
 
     def _build_layer_inputs(
         self, input_ids: Tensor | None, hidden_BTC: Tensor, kwargs: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Build the keywords of each layer for a packed row; those that are not for layers leave `kwargs`."""
-        shared: dict[str, Any] = {}
+        shared: dict[str, object] = {}
         if self.spec.kv_sharing:
             self._refuse_reentrant_sharing()
             for of_an_assistant in ("shared_kv_states", "return_shared_kv_states"):  # None in other calls

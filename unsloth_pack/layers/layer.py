@@ -303,7 +303,7 @@ class FastXIELU(nn.Module):
         return with_recipe(xielu(*inputs), xielu, inputs)
 
 
-FAST_ACTIVATIONS: dict[Any, type[nn.Module]] = {  # by transformers' class
+FAST_ACTIVATIONS: dict[object, type[nn.Module]] = {  # by transformers' class
     ACT2CLS["relu2"]: FastReLU2,
     ACT2CLS["xielu"]: FastXIELU,
 }

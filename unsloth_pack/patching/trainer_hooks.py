@@ -12,7 +12,7 @@ computes the same.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -51,7 +51,7 @@ class RowCollator:
     def __init__(self, collate: Collate):
         self.collate = collate
 
-    def __call__(self, examples: list[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, examples: list[Mapping[str, Sequence[int]]]) -> dict[str, object]:
         batch = dict(self.collate(examples))
         if "attention_mask" in batch:
             return batch | _describe_padding(batch)
