@@ -107,7 +107,9 @@ class TokenCounts:
             batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
             for batch in batches
         )
-        n_labels = None if counted is None else counted / (accelerator.num_processes * max(1, len(batches)))
+        n_labels = counted.double() if isinstance(counted, Tensor) else counted
+        if n_labels is not None:
+            n_labels = n_labels / (accelerator.num_processes * max(1, len(batches)))
         passes = [(self._model, batch, True) for batch in batches]
         passes += [(model, batch, False) for model, batch in frozen]
         flops = [self._flops_of(model).count(count_keys(x), n_labels, trains) for model, x, trains in passes]
@@ -116,7 +118,9 @@ class TokenCounts:
             # Unlike a copy, filling a tensor does not wait for the device. float64 holds every count
             device: Any = accelerator.device
             on_device = [
-                x.double() if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float64, device=device)
+                x.to(device, torch.float64)
+                if isinstance(x, Tensor)
+                else torch.full((), x, dtype=torch.float64, device=device)
                 for x in sums
             ]
             sums = [*accelerator.reduce(torch.stack(on_device))]
