@@ -30,7 +30,7 @@ from unsloth_pack.lora.trained_parts import (
 )
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import arch_spec_for
-from unsloth_pack.modules import require_model
+from unsloth_pack.modules import base_of, require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 from unsloth_pack.unsloth_arguments import (
     LOADING,
@@ -298,7 +298,7 @@ def _finish(model: PreTrainedModel | PeftModel) -> Any:
     for method in (save_pretrained_merged, push_to_hub_merged):
         setattr(model, method.__name__, _bind(method, model))
     model.save_pretrained_gguf = model.push_to_hub_gguf = _bind(refuse_gguf, model)
-    remember_use_cache(model.get_base_model() if isinstance(model, PeftModel) else model)
+    remember_use_cache(base_of(model))
     if isinstance(model, PeftModel):
         model.__dict__["save_pretrained"] = _bind(save_adapter, model)
     if torch.cuda.is_available():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, wraps
 from operator import attrgetter
-from typing import ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ class Walkable(Protocol):
 
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def base_of(model: object) -> Any:
+    """Return the transformers model that PEFT wraps, or the model itself."""
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 def list_modules(root: nn.Module) -> list[nn.Module]:

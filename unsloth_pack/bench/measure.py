@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
@@ -25,6 +24,7 @@ from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.checkpoints import loading
 from unsloth_pack.lora.targets import list_default_names
 from unsloth_pack.memory.checkpointing import CheckpointingMode, enable_checkpointing
+from unsloth_pack.modules import base_of
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.report.callbacks import peak_memory
 from unsloth_pack.report.terminal import document_lengths
@@ -134,12 +134,11 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
         break_down(profiler.events(), case.steps, on_gpu) if case.is_profiled else (None, None)
     )
     patch = patch_of(model)
-    base_model: Any = model.get_base_model()
     trained = watch.trained
     use = trainer.counts.chips.utilisation(trained.model_flops, trained.hardware_flops, watch.seconds)
     return Figures(
         attention=patch.report.attn_backend if patch else str(model.config._attn_implementation),
-        step_graphs=str(base_model.get_decoder().step_graphs) if patch else None,
+        step_graphs=str(base_of(model).get_decoder().step_graphs) if patch else None,
         startup_seconds=startup_seconds,
         first_step_seconds=watch.first_step_seconds,
         step_ms=1e3 * watch.seconds / case.steps,

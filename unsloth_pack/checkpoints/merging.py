@@ -22,6 +22,7 @@ from unsloth_pack.checkpoints.loading import is_finite
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised
 from unsloth_pack.lora.quantised import Fp8Linear, is_linear_4bit, why_not_dequantised
+from unsloth_pack.modules import base_of
 
 REMEDY = "save the adapter alone, with PEFT's save_pretrained"
 # How far the largest output may move when sums are taken in another order: far above float32's rounding, and
@@ -269,13 +270,6 @@ def are_equal_merged(model: nn.Module, one: str, other: str, dtype: torch.dtype)
     merging = _Merging(model, dtype)
     ours, theirs = (list(merging.visit(*each)) for each in zip(modules, paths, strict=True))
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(ours, theirs, strict=True))
-
-
-def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model that PEFT wraps, or the model itself."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
-    return base
 
 
 class _Merging:

@@ -82,7 +82,9 @@ def add_to_model(model: nn.Module, descriptions: Mapping[int, list[int]]) -> Non
     """
     import torch
 
-    base: Any = getattr(model, "get_base_model", lambda: model)()
+    from unsloth_pack.modules import base_of
+
+    base = base_of(model)
     n_before, n_needed = min(descriptions), max(descriptions) + 1
     if n_needed > base.get_input_embeddings().num_embeddings:
         base.resize_token_embeddings(n_needed, mean_resizing=False)

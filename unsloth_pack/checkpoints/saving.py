@@ -25,7 +25,6 @@ from unsloth_pack.checkpoints.atomic import atomic_dir
 from unsloth_pack.checkpoints.loading import trained_tokens
 from unsloth_pack.checkpoints.merging import (
     are_equal_merged,
-    base_of,
     expected_weights,
     merged_weights,
 )
@@ -38,6 +37,7 @@ from unsloth_pack.checkpoints.names import (
     replaced_by_an_adapter,
 )
 from unsloth_pack.errors import InputError
+from unsloth_pack.modules import base_of
 
 _INDEX = "model.safetensors.index.json"
 SHARD = "2GB"  # the largest file
@@ -162,7 +162,7 @@ def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -
 
     PEFT would ask the hub how large the vocabulary of the base model is.
     """
-    base = base_of(model)
+    base: PreTrainedModel = base_of(model)
     before, now = base.__dict__.get(_VOCABULARY), base.config.get_text_config().vocab_size
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if before is not None and not any(isinstance(end, LoraLayer) for end in ends):

@@ -20,6 +20,7 @@ from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.modules import base_of
 
 _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:
@@ -53,8 +54,7 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
     check_mode(mode)
     if not mode:
         return
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
+    base = base_of(model)
     decoder = base.get_decoder()
     if any(layer.gradient_checkpointing for layer in decoder.layers):  # perhaps in another mode
         base.gradient_checkpointing_disable()

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.layers.causal_lm import FastCausalLM
-from unsloth_pack.modules import whole
+from unsloth_pack.modules import base_of, whole
 
 if TYPE_CHECKING:
     from trl import SFTTrainer
@@ -68,7 +68,7 @@ def train(original: Callable[..., Any], trainer: "SFTTrainer", *args: object, **
 
 def is_patched(model: object) -> bool:
     """True if a causal language model, with or without an adapter of PEFT, is patched."""
-    return isinstance(getattr(model, "get_base_model", lambda: model)(), FastCausalLM)
+    return isinstance(base_of(model), FastCausalLM)
 
 
 def replaces_loss(trainer: "SFTTrainer") -> bool:

@@ -54,7 +54,7 @@ from unsloth_pack.lora.trained_tokens import FastTrainedTokens, trains_tokens
 from unsloth_pack.losses.head import cross_entropy
 from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec, VisionSpec
-from unsloth_pack.modules import QuickWalks
+from unsloth_pack.modules import QuickWalks, base_of
 from unsloth_pack.patching.parts import (
     DecoderParts,
     mixers_by_layer,
@@ -373,9 +373,7 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 
 def _unwrap_peft(model: nn.Module) -> PreTrainedModel:
-    base: Any = model
-    if hasattr(base, "peft_config") and hasattr(base, "get_base_model"):
-        base = base.get_base_model()
+    base = base_of(model)
     if not isinstance(base, PreTrainedModel):
         raise InputError(
             f"cannot patch a {type(model).__name__}; give a transformers model, or a PEFT model of one"

@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,7 +31,7 @@ from unsloth_pack.lora.trained_parts import (
     list_tower_layers,
     vision_targets,
 )
-from unsloth_pack.modules import check_matches, chosen_modules, compile_patterns, train_only
+from unsloth_pack.modules import base_of, check_matches, chosen_modules, compile_patterns, train_only
 
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
 _NOT_ON_EXPERTS = ("lora_dropout", "use_dora", "loftq_config")
@@ -165,8 +164,7 @@ def _targets(model: PreTrainedModel, names: str | Collection[str] | None, images
 
 def freeze_parts(model: nn.Module, images: ImageOptions, begun_with: str | None = None) -> None:
     """Freeze parts of a model whose weights train already; `begun_with` has to train each of the others."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    parts = VisionParts.locate(base)
+    parts = VisionParts.locate(base_of(model))
     trains = dict.fromkeys(_FROZEN, False)
     for path, parameter in model.named_parameters():
         part = parts.owner(path.removeprefix("base_model.model."))

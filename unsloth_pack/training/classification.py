@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 from trl import SFTTrainer
 
+from unsloth_pack.modules import base_of
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.training.document_losses import Batch, DocumentLosses, Values
 from unsloth_pack.training.trainer import RunTrainer
@@ -45,7 +46,7 @@ class ClassificationTrainer(RunTrainer, _ModelsOwnLoss):
     """A `RunTrainer` of a model that answers once per document; evaluates its loss and accuracy."""
 
     def __init__(self, *, model: PreTrainedModel | PeftModel, **kwargs: Any):
-        own = vars(model.get_base_model() if isinstance(model, PeftModel) else model)
+        own = vars(base_of(model))
         own["generation_config"] = GenerationConfig()  # TRL's trainer sets the padding token there
         super().__init__(model=model, **kwargs)
         self.data_collator = LabelledRowCollator()

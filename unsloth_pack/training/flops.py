@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from unsloth_pack.lora.expert_stacks import STACKS, get_stored_stack, is_experts
 from unsloth_pack.losses.head import why_head_not_fused
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules import base_of
 
 Flops = Tensor | float  # a tensor may be on the device
 Place = tuple[int, float]  # number of a layer, -1 before all; then 0 and 1 in its mixer, 2 and 3 in its MLP
@@ -58,7 +58,7 @@ class ModelFlops:
     """The FLOPs of a transformers model, patched or not, with the weights that train when this is created."""
 
     def __init__(self, model: Any):
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = base_of(model)
         decoder: Any = base.get_decoder()
         self._base, self._decoder, self._n_layers = base, decoder, len(decoder.layers)
         spec, embeddings = arch_spec_for(decoder.config.model_type), base.get_input_embeddings()

@@ -11,6 +11,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layers.causal_lm import FastCausalLM
 from unsloth_pack.losses.head import why_loss_not_fused
 from unsloth_pack.losses.prepared import PreparedLoss
+from unsloth_pack.modules import base_of
 from unsloth_pack.patching.deferred_logging import is_patched, logging_of
 from unsloth_pack.training.document_losses import Batch, DocumentLosses
 
@@ -19,7 +20,7 @@ def causal_lm(model: Any) -> FastCausalLM:
     """Return the patched model inside an adapter's; InputError if it is not patched."""
     if not is_patched(model):
         raise InputError(f"a {type(model).__name__} is not patched; load it with FastLanguageModel")
-    base: FastCausalLM = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: FastCausalLM = base_of(model)
     return base
 
 

@@ -27,7 +27,7 @@ from transformers import Trainer
 
 from unsloth_pack.errors import InputError, raise_together
 from unsloth_pack.lora.trained_parts import VisionParts
-from unsloth_pack.modules import compile_patterns
+from unsloth_pack.modules import base_of, compile_patterns
 from unsloth_pack.training.updates import leave_out
 
 Settings = dict[str, Any]  # of a group of an optimizer, with its "params"
@@ -86,7 +86,7 @@ def _rates_by_option(
     of_parts = {"vit_lr": ("tower", rates.of_tower), "aligner_lr": ("aligner", rates.of_aligner)}
     for option, (part, rate) in of_parts.items():
         if rate is not None:
-            base = _base_of(model)
+            base = base_of(model)
             parts, path = VisionParts.locate(base), next(p for p, m in model.named_modules() if m is base)
             of_part = [name for name in trained if parts.kind(name.removeprefix(f"{path}.")) == part]
             yield option, rate, of_part
@@ -96,13 +96,9 @@ def _rates_by_option(
         yield f"learning_rates {pattern!r}", rate, [*filter(compile_patterns([pattern]), trained)]
 
 
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _embedding_names(model: Any) -> set[str]:
     """Return the names of the parameters in the embedding or the head, or in a wrapper of these."""
-    base = _base_of(model)
+    base = base_of(model)
     ends = filter(None, (base.get_input_embeddings(), base.get_output_embeddings()))
     inside = {id(parameter) for end in ends for parameter in end.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in inside}

@@ -28,7 +28,7 @@ from unsloth_pack.layers.mixers.state_space import FastStateLayer
 from unsloth_pack.layers.vision.vision_lm import PIXELS, Images, add_row, encode_images, shape_images
 from unsloth_pack.models import vision_spec_for
 from unsloth_pack.models.spec import TOKEN_TYPES, VisionSpec
-from unsloth_pack.modules import require_model
+from unsloth_pack.modules import base_of, require_model
 from unsloth_pack.packed_row.images import RowImages
 from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.patch import patch_of
@@ -263,8 +263,7 @@ class ImageSubject:
     def _count_tokens(self, document: Pictured) -> list[int]:
         if not len(document.pixels):
             return []
-        model = self.subject.model
-        base = getattr(model, "get_base_model", lambda: model)().base_model
+        base = base_of(self.subject.model).base_model
         images = Images(add_row(self.spec, document.pixels), self._described_images([document]))
         with torch.no_grad():
             sizes: list[int] = encode_images(base, self.spec, images).sizes.tolist()
