@@ -105,7 +105,7 @@ def test_the_dotted_flags_are_taken(document):
 
 def test_the_documents_count_the_planted_faults():
     trust, faults = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("trust", "planted-faults"))
-    planted = len(re.findall(r"^\| \S+\.(?:py|yaml) \|", faults, re.MULTILINE))
+    planted = len(re.findall(r"^\| \S+\.(?:py|yaml|jinja) \|", faults, re.MULTILINE))
     assert f"plants {planted} small faults" in trust
     assert f"each of these {planted} faults" in faults
 
