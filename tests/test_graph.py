@@ -98,7 +98,9 @@ def capture(models, n=4, **asked):
 
 def captured_form(replay):
     """Stands for a captured shape; `replay` gets a row and what goes in."""
-    return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay, forward=lambda *_: None)
+    return SimpleNamespace(
+        launch=lambda row, inputs: inputs, output=replay, forward=lambda *_: None, takes_passes=True
+    )
 
 
 # What a shape is, which needs no GPU
@@ -648,6 +650,15 @@ def test_passes_without_gradients_are_replayed_in_the_shapes_of_steps(recorded, 
         assert (n_computed == n_before) or step < 6
     assert n_computed == 6  # twice for each capture: of the steps, of both passes
     assert passed is not None
+
+
+def test_a_decoder_in_ever_new_states_is_not_captured_in_every_pass(recorded):
+    captured = CapturedShape(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
+    n_captured = 0
+    while captured.takes_passes:
+        captured.captures_forward(TinyDecoder())
+        n_captured += 1
+        assert n_captured < 9
 
 
 @pytest.mark.parametrize("arch", CAPTURED)

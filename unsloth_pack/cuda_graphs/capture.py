@@ -202,8 +202,13 @@ class CapturedShape:
     def captures_forward(self, decoder: CapturableDecoder) -> "CapturedShape":
         """Capture the pass that `forward` replays, for the decoder as it is now."""
         captured = _ForwardPass(decoder, partial(self._forward, decoder), self.memory)
-        self._passes = [captured, *self._passes[: _MAX_PASSES - 1]]
+        self._passes.append(captured)
         return self
+
+    @property
+    def takes_passes(self) -> bool:
+        """False once a shape has passes of so many states that the next would hardly come again."""
+        return len(self._passes) < _MAX_PASSES
 
     def forward(
         self, decoder: CapturableDecoder, row: PackedRow, inputs: Tensor | Embedded

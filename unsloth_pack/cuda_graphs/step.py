@@ -159,8 +159,10 @@ class StepGraphs(GraphCache):
         captured = self._graphs[nearest]
         with _device_of(inputs):
             output = captured.forward(decoder, row, inputs)
-            if output is not None or state is None or state.has_hooks or not state.drops_nothing():
+            if output is not None or state is None or not captured.takes_passes:
                 return output
+            if state.has_hooks or not state.drops_nothing():
+                return None
             if not self._try(nearest, partial(captured.captures_forward, decoder), row.device):
                 return None
             return captured.forward(decoder, row, inputs)

@@ -47,7 +47,7 @@ class Encoded:
     rerendered: np.ndarray  # `[rows]`: whether the row does not begin with the tokens of its prompt alone
 
     @classmethod
-    def of(
+    def from_labels(
         cls, ids: np.ndarray, labels: np.ndarray, read: np.ndarray, kept: np.ndarray, rerendered: np.ndarray
     ) -> Encoded:
         """Count the labels."""
@@ -107,7 +107,7 @@ class Encoder:
         if marks:
             is_masked |= _flat(marks, kept, np.int8) == 0
         labels = np.where(is_masked, np.int32(IGNORE_INDEX), ids)
-        return Encoded.of(ids, labels, read, kept, rerendered)
+        return Encoded.from_labels(ids, labels, read, kept, rerendered)
 
     def encode(self, batch: Columns, numbers: range) -> Parts:
         """Encode a batch without cutting its rows."""

@@ -192,4 +192,4 @@ def _encoded(documents: list[list[list[int]]], max_length: int) -> tuple[Encoded
     parts = np.repeat(parts, (lengths * fits[:, None]).ravel())
     ids_N = np.array(ids, np.int32)
     labels_N = np.where((parts == CHOSEN) | (parts == REJECTED), ids_N, np.int32(IGNORE_INDEX))
-    return Encoded.of(ids_N, labels_N, read, read * fits, np.zeros_like(read)), parts
+    return Encoded.from_labels(ids_N, labels_N, read, read * fits, np.zeros_like(read)), parts

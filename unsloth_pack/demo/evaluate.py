@@ -44,8 +44,8 @@ def exact_match(
     contents: list[Any] = [*questions]
     if with_pictures:
         contents = [[{"type": "image"}, {"type": "text", "text": question}] for question in questions]
-    asked = [[{"role": "user", "content": content}] for content in contents]
-    prompts = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    dialogues = [[{"role": "user", "content": content}] for content in contents]
+    prompts = processor.apply_chat_template(dialogues, add_generation_prompt=True, tokenize=False)
     by_length = sorted(range(len(expected)), key=lambda i: len(expected[i]))
     answers = [""] * len(expected)
     was_training = model.training

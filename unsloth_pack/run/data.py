@@ -303,8 +303,7 @@ class _Builder:
         if self._images is not None:
             raise InputError("objective is 'rollouts', and the rows have images; take rows of text")
         function = load_function(options.rollout_function)
-        of_run = (self._tokenizer, function, options, self._capacity, self._config.seed)
-        targets = RolloutStream(source, *of_run)
+        targets = RolloutStream(source, self._tokenizer, function, options, self._capacity, self._config.seed)
         least = (rows_of_an_update(self._config) + 1) * self._capacity  # no target is older than it must be
         return self._streamed(targets, data_sets, {}, n_workers=0, ahead=1, buffer_tokens=least)
 

@@ -131,8 +131,9 @@ class DocumentPreparation:
         common: dict[str, Any] = {"max_length": self.max_length, "num_proc": self.num_proc}
         if self.objective in PREFERENCES:
             if images is not None:
-                what = f"objective is {self.objective!r} and rows have images"
-                raise InputError(f"{what}; give rows of text alone")
+                raise InputError(
+                    f"objective is {self.objective!r} and rows have images; give rows of text alone"
+                )
             return preferences_of(rows, tokenizer, objective=self.objective, **common)
         if self.labels is not None:
             classes, texts = self.labels.numbers(rows), rows.remove_columns(self.labels.column)

@@ -40,7 +40,7 @@ class Chips:
     peak: float | None
 
     @classmethod
-    def of_run(cls, args: TrainingArguments, model: nn.Module) -> "Chips":
+    def from_args(cls, args: TrainingArguments, model: nn.Module) -> "Chips":
         """Return the chips that train a model. For float32 there is no peak: tensor cores are a setting."""
         peak = None
         if args.device.type == "cuda" and (args.bf16 or args.fp16):

@@ -57,7 +57,7 @@ class TokenCounts:
     """Counts what `TokenCounter` has; a resumed run goes on from the counts in its checkpoint."""
 
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:
-        self.chips = Chips.of_run(args, model)
+        self.chips = Chips.from_args(args, model)
         self._model, self._flops_of = model, cache(ModelFlops)
         self._flops_of(model)  # before a trainer shards it
         self._seconds = 0.0  # until training was started last
