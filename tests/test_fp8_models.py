@@ -16,7 +16,7 @@ LENGTHS = [33, 2, 64, 1]
 def in_fp8(arch="llama"):
     model = tiny_model(arch, torch.float32, "cpu")
     base = model.get_base_model()
-    n_quantized = quantize_to_fp8(base)
+    n_quantized = quantize_to_fp8(base.get_decoder().layers)
     return model, n_quantized
 
 
@@ -69,7 +69,7 @@ def test_documents_stay_apart():
 def test_merged_weights_are_the_dequantised_ones_and_the_adapter(tmp_path):
     folder = str(save_model(tmp_path / "base"))
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=128)
-    quantize_to_fp8(model)
+    quantize_to_fp8(model.get_decoder().layers)
     weight = model.model.layers[0].mlp.up_proj.rows.dequantized(torch.float32)
     model = FastLanguageModel.get_peft_model(model, r=4)
     lora = model.get_base_model().model.layers[0].mlp.up_proj
@@ -93,7 +93,7 @@ def test_merged_weights_are_the_dequantised_ones_and_the_adapter(tmp_path):
 )
 def test_what_needs_the_weights_is_refused(tmp_path, options, message):
     model, _ = FastLanguageModel.from_pretrained(str(save_model(tmp_path / "base")), max_seq_length=128)
-    quantize_to_fp8(model)
+    quantize_to_fp8(model.get_decoder().layers)
     with pytest.raises(InputError, match=message):
         FastLanguageModel.get_peft_model(model, r=4, **options)
 

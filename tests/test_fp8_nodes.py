@@ -87,7 +87,7 @@ def test_the_gradient_of_the_input_against_float64(kinds, dropping, is_given):
 
 def in_fp8(arch="llama", dropout=0.0):
     model = tiny_model(arch, torch.float32, "cpu", lora={"lora_dropout": dropout})
-    quantize_to_fp8(model.get_base_model())
+    quantize_to_fp8(model.get_base_model().get_decoder().layers)
     patch_model(model, "sdpa")
     return model
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack.checkpoints import loading
 from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabulary, save_adapter
+from unsloth_pack.checkpoints.sharded import gather_layers, is_cut, make_whole
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks, quantise_experts
@@ -92,8 +93,10 @@ class FastLanguageModel:
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
                 `num_labels` gives it a head that answers once per document, as in transformers'
                 `AutoModelForSequenceClassification`. `unpad` and `share_prefixes` are passed to
-                `patch_model`. Unsloth's own arguments are accepted where they change nothing, such as
-                `fast_inference=False`, and refused otherwise.
+                `patch_model`. With `sharded=True` each process of a group loads and holds a part of the
+                layers, which FSDP2 gathers once there is an adapter; train it under DDP. Unsloth's own
+                arguments are accepted where they change nothing, such as `fast_inference=False`, and refused
+                otherwise.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -106,6 +109,9 @@ class FastLanguageModel:
         """
         loading.check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, LAST_SEED)
+        sharded = hf_kwargs.pop("sharded", False)
+        if sharded and (load_in_8bit or full_finetuning):
+            raise InputError("sharded=True takes frozen weights in 16 or 4 bits or fp8; load whole ones")
         set_seed(random_state)
         _let_segments_grow()
         dtype = loading.weight_dtype(dtype, full_finetuning)
@@ -132,9 +138,15 @@ class FastLanguageModel:
         quantised = loading.quantization(load_in_4bit, load_in_8bit, dtype, unquantised)
         if device_map in (None, "sequential"):  # Unsloth's default
             device_map = loading.own_device()
+        if load_in_fp8 and dtype != torch.bfloat16:
+            raise InputError(f"load_in_fp8=True computes in bfloat16, dtype is {dtype}; leave dtype out")
+        quantise: Callable[[nn.Module], object] = partial(_quantise, in_4bit=load_in_4bit, in_fp8=load_in_fp8)
+        for_weights["finish_layer"] = quantise if sharded else None
         model = loading.load_model(
             source, device_map=device_map, quantization_config=quantised, **for_weights
         )
+        if not sharded:
+            quantise(model.get_decoder().layers)
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name, as a path into this package would not last. The configuration
@@ -142,13 +154,6 @@ class FastLanguageModel:
             model.name_or_path = bundled[0]
         elif os.path.isdir(source):  # elsewhere `models/llama` would be a name on the hub
             model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
-        if load_in_fp8:
-            if (actual := model.dtype) != torch.bfloat16:
-                raise InputError(f"load_in_fp8=True computes in bfloat16, dtype is {actual}; leave dtype out")
-            quantize_to_fp8(model)
-        if load_in_4bit:
-            prevent_cpu_packing(model)
-            quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
             if adapter == tokenizer_source:
@@ -157,6 +162,8 @@ class FastLanguageModel:
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend, unpad, share_prefixes)
+        if adapter is not None and sharded:
+            gather_layers(model)
         return _finish(model.train(full_finetuning)), tokenizer
 
     @staticmethod
@@ -228,6 +235,7 @@ class FastLanguageModel:
         warn_of_longer_names(model, modules_to_save or ())
         rows = options.get("trainable_token_indices")
         check_rows_apart(model, targets.paths, rows, "target_modules", tied=False)
+        make_whole(model, modules_to_save or ())
         set_seed(random_state)
         patch = patch_of(model)
         patch_options = () if patch is None else (patch.attn_backend, patch.unpad, patch.share_prefixes)
@@ -249,6 +257,8 @@ class FastLanguageModel:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
         patch_model(adapted, *patch_options)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
+        if is_cut(adapted):
+            gather_layers(adapted)
         return _finish(adapted.train())
 
     @staticmethod
@@ -270,6 +280,15 @@ FastModel = FastLanguageModel  # the name in newer notebooks
 def is_bfloat16_supported() -> bool:
     """Return whether the GPU computes in bfloat16, which `dtype=None` then means; False without a GPU."""
     return loading.weight_dtype(None) == torch.bfloat16
+
+
+def _quantise(layers: nn.Module, in_4bit: bool, in_fp8: bool) -> None:
+    """Quantise what transformers and bitsandbytes leave as it is."""
+    if in_fp8:
+        quantize_to_fp8(layers)
+    if in_4bit:
+        prevent_cpu_packing(layers)
+        quantise_experts(layers, "nf4")  # bitsandbytes quantises linear layers alone
 
 
 def _check_adaptable(model: Any, max_seq_length: int | None) -> None:

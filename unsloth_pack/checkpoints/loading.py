@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from textwrap import shorten
@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoftQConfig, PeftConfig, PeftModel, PeftType, TaskType
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -35,6 +36,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.checkpoints.names import GGUF, MODEL_CONFIG, check_model_there, is_adapter
+from unsloth_pack.checkpoints.sharded import sharded_class
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks
@@ -148,17 +150,27 @@ def load_tokenizer(source: str, **options: object) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    source: str, *, use_safetensors: bool = True, is_classifier: bool = False, **options: Any
+    source: str,
+    *,
+    use_safetensors: bool = True,
+    is_classifier: bool = False,
+    finish_layer: Callable[[nn.Module], object] | None = None,
+    **options: Any,
 ) -> Any:
     """A causal model with all of its weights, each finite and of the shape that its configuration gives.
 
     InputError where they are not. With `use_safetensors=False` pickled weights are taken too. A classifier
-    has a head for documents in place of that for tokens, which its files may lack.
+    has a head for documents in place of that for tokens, which its files may lack. With `finish_layer` every
+    process keeps its part of the layers, see `sharded_class`.
     """
     if os.path.isdir(source):
         check_files(source, "model", use_safetensors)
+    kind: Any = AutoModelForSequenceClassification if is_classifier else auto_class(options.get("config"))
+    if finish_layer is not None:
+        whole = kind._model_mapping[type(options["config"])]
+        kind = sharded_class(whole, finish_layer)
     model, found = load_with(
-        AutoModelForSequenceClassification if is_classifier else auto_class(options.get("config")),
+        kind,
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
@@ -172,6 +184,8 @@ def load_model(
     if missing := sorted(found["missing_keys"] - new):
         lack = f"its files lack {len(missing)} weights, {missing[0]} among them"
         raise InputError(f"cannot load {source}: {lack}; correct config.json, or download the model again")
+    if finish_layer is not None:
+        model.__class__ = whole
     refuse_not_finite(model, f"cannot load {source}")
     if type(getattr(model, "generation_config", None)) is GenerationConfig:
         model.generation_config.__class__ = _AlwaysSaved
@@ -357,6 +371,7 @@ def refuse_not_finite(model: nn.Module, complaint: str) -> None:
 
 def is_finite(weight: torch.Tensor) -> bool:
     """Whether no number of a weight is infinite or NaN."""
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
     if weight.is_meta or not weight.numel():
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all())

@@ -43,6 +43,12 @@ _WEIGHTS = re.compile(
 )
 
 
+def layer_of(name: str) -> str:
+    """The path to the numbered layer that a weight lies in, or its own name."""
+    layer = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
+    return layer[0] if layer else name
+
+
 def holds_model(folder: Path) -> bool:
     """Whether a model's configuration or weights are in `folder`."""
     return any(name == MODEL_CONFIG or _is_weights(name) for name in _names(folder))

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
@@ -33,6 +32,7 @@ from unsloth_pack.checkpoints.names import (
     CARD,
     MODEL_CONFIG,
     SAVED_BY,
+    layer_of,
     replaced_by_a_model,
     replaced_by_an_adapter,
 )
@@ -68,12 +68,6 @@ def write_weights(
     if plan.is_sharded:
         index = {"metadata": {**plan.metadata, **about}, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _layer_of(name: str) -> str:
-    """The path to the numbered layer that a weight lies in, or its own name."""
-    layer = re.match(r"(.*?\.)?\d+(?=\.|$)", name)
-    return layer[0] if layer else name
 
 
 SaveMethod = Literal["merged_16bit", "lora"]
@@ -212,8 +206,8 @@ def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     merged = (pair for pair in merged_weights(model, dtype) if pair[0] in expected)
     convert = partial(revert_weight_conversion, base)  # to the names that the hub's files have
     converted = convert(expected)
-    by_layer = _convert_by(_layer_of, expected.items(), convert)
-    group_of = _layer_of if _shapes(by_layer) == _shapes(converted.items()) else lambda name: ""
+    by_layer = _convert_by(layer_of, expected.items(), convert)
+    group_of = layer_of if _shapes(by_layer) == _shapes(converted.items()) else lambda name: ""
     write_weights(folder, _convert_by(group_of, merged, convert), converted, SAVED_BY)
     config.save_pretrained(folder)
     if getattr(base, "generation_config", None) is not None:

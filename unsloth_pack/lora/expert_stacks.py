@@ -15,7 +15,6 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
-from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.kernels import Fp8Rows, NestedScales, dequantize_4bit, quantize_rows
@@ -152,9 +151,9 @@ def placeholder_stacks(model: nn.Module) -> Iterator[None]:
     with ExitStack() as exits:
         for experts in [module for module in model.modules() if is_quantised(module)]:
             stacks: dict[str, Any] = {name: get_stored_stack(experts, name) for name in STACKS}
-            like = next(experts.parameters())
+            device = next(experts.parameters()).device
             empty = {
-                name: like.new_zeros(1, dtype=stack.dtype).expand(stack.shape)
+                name: torch.zeros(1, dtype=stack.dtype, device=device).expand(stack.shape)
                 for name, stack in stacks.items()
             }
             exits.enter_context(_as_parameters(experts, empty))
@@ -245,11 +244,9 @@ def list_ungated_stacks(model: nn.Module) -> list[str]:
     return [path for both in paths if stacks.issuperset(both) for path in both]
 
 
-def quantise_experts(model: PreTrainedModel, kind: str) -> int:
-    """Quantise the experts of a model's decoder to "nf4" or "fp8"; return the number of layers."""
-    return sum(
-        quantise_stacks(module, kind) for module in model.get_decoder().layers.modules() if is_experts(module)
-    )
+def quantise_experts(layers: nn.Module, kind: str) -> int:
+    """Quantise the experts of decoder layers to "nf4" or "fp8"; return the number of their modules."""
+    return sum(quantise_stacks(module, kind) for module in layers.modules() if is_experts(module))
 
 
 def is_expert_adapter(module: nn.Module) -> bool:

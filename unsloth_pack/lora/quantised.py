@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.kernels import (
@@ -64,9 +63,14 @@ def is_linear_4bit(layer: nn.Module) -> bool:
     return type(layer) in LINEAR_4BIT_TYPES
 
 
+def quant_state(layer: Any) -> Any:
+    """Return bitsandbytes' `QuantState` of a `Linear4bit`. FSDP2 leaves only that of the layer."""
+    return getattr(layer.weight, "quant_state", None) or layer.quant_state
+
+
 def why_not_dequantised(layer: Any) -> str | None:
     """Explain why the weight of a `Linear4bit` cannot be dequantised here; None if it can."""
-    state = getattr(layer.weight, "quant_state", None)
+    state = quant_state(layer)
     if state is None:
         return "its weight is not quantised yet"
     if getattr(state, "packing_format_for_cpu", False):
@@ -132,14 +136,14 @@ class _Fp8Linear(torch.autograd.Function):
         return gx, None, None
 
 
-def quantize_to_fp8(model: PreTrainedModel) -> int:
-    """Quantise the linear layers and experts of a model's decoder; return the number of linear layers.
+def quantize_to_fp8(layers: nn.Module) -> int:
+    """Quantise the linear layers and experts of decoder layers; return the number of linear layers.
 
-    The head, the embeddings, and layers whose sizes are not multiples of 16 stay as they are.
+    Linear layers whose sizes are not multiples of 16 stay as they are.
     """
     n_quantized = 0
-    quantise_experts(model, "fp8")
-    for parent in list(model.get_decoder().layers.modules()):
+    quantise_experts(layers, "fp8")
+    for parent in list(layers.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.in_features % 16 == child.out_features % 16 == 0:
                 setattr(parent, name, Fp8Linear(child))
