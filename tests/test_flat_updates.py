@@ -131,7 +131,7 @@ def test_what_is_left_alone(change, why, tmp_path, monkeypatch):
     if change == "sharded by accelerate launch":
         trainer.is_fsdp_enabled = True
     if change == "sharded by hand":
-        monkeypatch.setattr(trainer_hooks, "sharded_by", lambda model: "tensor parallelism")
+        monkeypatch.setattr(trainer_hooks, "DTensor", torch.nn.Parameter)
     assert why_not_flat(trainer.args, trainer.model) == why
     created = trainer.create_optimizer()
     assert not isinstance(created, FlatAdamW)

@@ -31,10 +31,11 @@ def say(line):
 def shown(self):
     model = self.model
     layers = model.get_base_model().base_model.layers
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    frozen = [p for p in layers.parameters() if not p.requires_grad]
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in frozen]
     seen = {
         "held": sum(p.numel() for p in held),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in frozen),
         "layers": len(layers),
         "sharded layers": sum(isinstance(layer, FSDPModule) for layer in layers),
     }

@@ -126,7 +126,7 @@ def _run(o: TrainOptions) -> int:
     check_learned(trainer)
     with explained(folder):
         summary, ledger = report.summarise()
-        weights, is_main = trainer.trained_weights() if trainer.is_sharded else None, is_main_process()
+        weights, is_main = trainer.trained_weights(), is_main_process()
         if is_main:
             _save_adapter(model, folder, data, o.adapter.tuning == "full", weights)
         _end_together()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -28,7 +29,6 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
-from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
@@ -261,7 +261,8 @@ def why_not_flat(args: TrainingArguments, model: nn.Module | None) -> str | None
 def flattened(trainer: Trainer, optimizer: Optimizer) -> Optimizer:
     """Return a `FlatAdamW` in place of an optimizer, where that computes the same; else the optimizer."""
     model: Any = trainer.model
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or sharded_by(model)
+    has_parts = any(isinstance(weight, DTensor) for weight in model.parameters() if weight.requires_grad)
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or has_parts
     if type(optimizer) is not AdamW or is_sharded or why_not_flat(trainer.args, model) is not None:
         return optimizer
     return FlatAdamW.in_place_of(optimizer)

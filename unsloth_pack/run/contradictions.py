@@ -28,8 +28,9 @@ _NOT_OF_CLASSES = ("streaming", "train_on_responses_only", "init_adapter", "add_
 # Options of which one at most may be given
 _ONE_OF = (
     *combinations(LOADED_IN, 2),
-    *product(("loftq_config", "fsdp", "deepspeed"), LOADED_IN),  # they take 16-bit weights
-    ("use_dora", "load_in_fp8"),  # it takes the exact base weights
+    *product(("loftq_config", "deepspeed"), LOADED_IN),  # they take 16-bit weights
+    *product(("use_dora",), ("load_in_fp8", "fsdp")),  # it takes the exact base weights, whole
+    *product(("fsdp",), ("load_in_8bit", "loftq_config")),
     ("fsdp", "deepspeed"),
     _EVALUATION,
     *product(("streaming",), ("eval_fraction", "keep_examples_per_update")),  # they need the whole data

@@ -190,12 +190,6 @@ def build_data(
 
 def _adapt_to_images(config: SFTConfig, options: ImageOptions) -> None:
     """Have images decoded by workers, and the documents of a batch share one row."""
-    for name, value in (("fsdp", config.fsdp), ("deepspeed", config.deepspeed)):
-        if value:
-            raise InputError(
-                f"{name} is set and the rows have images, but a process whose row has none would keep the "
-                f"others waiting; leave out --{name}"
-            )
     workers = options.dataloader_num_workers
     if workers is None:
         workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0

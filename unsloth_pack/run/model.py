@@ -23,11 +23,12 @@ from unsloth_pack.data.labels import Labels
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.processor import pick_processor
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.modules import train_only
+from unsloth_pack.modules import is_gathered_as_group, train_only
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.run.from_adapter import held_by_run
 from unsloth_pack.run.machine import is_main_process, wait_for_all
 from unsloth_pack.run.optimizer import rates_of
+from unsloth_pack.run.sharding import refuse_images, reshards_after_forward
 from unsloth_pack.run.trained import adapter_arguments, freeze_parts, with_parts
 from unsloth_pack.training.checkpoints import last_checkpoint
 from unsloth_pack.training.distributed import loaded_whole
@@ -113,10 +114,15 @@ def build_model(
         InputError: it cannot be loaded, or not train as the options say.
         LeakFound: documents of a packed row reach each other.
     """
+    if has_images:
+        refuse_images(training)
     with _removed_if_refused(folder), loaded_whole(config):
-        loaded = _load_base(model, adapter, labels, folder, is_resumed)
-        checkpointing = training.use_gradient_checkpointing
+        sharded, checkpointing = training.fsdp is not None, training.use_gradient_checkpointing
+        loaded = _load_base(model, adapter, labels, folder, is_resumed, sharded)
         loaded = _adapt(loaded, adapter, images if has_images else None, new_tokens, checkpointing)
+        if training.fsdp is not None and not reshards_after_forward(training.fsdp):
+            for layer in filter(is_gathered_as_group, loaded.modules()):
+                layer.set_reshard_after_forward(False, recurse=False)
         check_rates(loaded, rates_of(training, images))
         if training.masters_on_host:
             check_host_memory(loaded)
@@ -130,11 +136,16 @@ def build_model(
 
 
 def _load_base(
-    model: ModelOptions, adapter: AdapterOptions, labels: Labels | None, folder: Path, is_resumed: bool
+    model: ModelOptions,
+    adapter: AdapterOptions,
+    labels: Labels | None,
+    folder: Path,
+    is_resumed: bool,
+    sharded: bool,
 ) -> Any:
     """Load the patched model, with the adapter that trains if there is one already."""
     loading = {**flat(model), "full_finetuning": adapter.tuning == "full"}
-    loading["random_state"] = adapter.random_state
+    loading |= {"random_state": adapter.random_state, "sharded": sharded}
     if labels is not None:
         loading |= {"num_labels": len(labels.names), "id2label": dict(enumerate(labels.names))}
         loading["label2id"] = {name: number for number, name in enumerate(labels.names)}

@@ -26,7 +26,7 @@ _ZERO2: dict[str, Any] = {
 }
 _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fsdp": {  # transformers' `fsdp_config`
-        "full": {},  # a layer's weights are gathered for its forward pass, and again for its backward pass
+        "full": {"reshard_after_forward": True},  # gathered for the forward pass, again for the backward pass
         "keep": {"reshard_after_forward": False},  # gathered once, and held between the two
     },
     "deepspeed": {
@@ -37,15 +37,17 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class _FsdpSettings(Section):
-    """Settings of accelerate that a file may have. Activation checkpointing has an option of its own."""
+    """Settings that a file may have. Activation checkpointing has an option of its own.
+
+    The last four are accelerate's, and change nothing here.
+    """
 
     version: Literal[2] = 2
-    auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP"
-    transformer_layer_cls_to_wrap: str | list[str] | None = None
-    min_num_params: int | None = None
     reshard_after_forward: bool = True
-    state_dict_type: Literal["FULL_STATE_DICT"] = "FULL_STATE_DICT"
-    cpu_ram_efficient_loading: Literal[False] = False
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP"] = "TRANSFORMER_BASED_WRAP"
+    transformer_layer_cls_to_wrap: str | list[str] | None = None
+    state_dict_type: str | None = None
+    cpu_ram_efficient_loading: bool | None = None
 
 
 def check_sharding(training: TrainingOptions) -> Iterator[InputError]:
@@ -75,6 +77,16 @@ def check_sharding_here(training: TrainingOptions) -> Iterator[InputError]:
         )
 
 
+def refuse_images(training: TrainingOptions) -> None:
+    """Refuse to shard a model that trains on images."""
+    for name, value in (("fsdp", training.fsdp), ("deepspeed", training.deepspeed)):
+        if value:
+            raise InputError(
+                f"{name} is set and the rows have images, but a process whose row has none would keep the "
+                f"others waiting; leave out --{name}"
+            )
+
+
 def zero_stage(training: TrainingOptions) -> int | None:
     """The stage of ZeRO that `--deepspeed` sets; None without it."""
     if training.deepspeed is None:
@@ -90,18 +102,21 @@ def zero_stage(training: TrainingOptions) -> int | None:
 
 
 def sharding_arguments(training: TrainingOptions) -> dict[str, Any]:
-    """The arguments of transformers' `TrainingArguments` for `--fsdp` or `--deepspeed`; none without them."""
-    if training.fsdp is not None:
-        return {"fsdp": True, "fsdp_config": _fsdp_settings(training.fsdp)}
+    """The arguments of transformers' `TrainingArguments` for `--deepspeed`; none without it."""
     if training.deepspeed is not None:
         return {"deepspeed": _settings("deepspeed", training.deepspeed)}
     return {}
 
 
-def _fsdp_settings(value: str) -> dict[str, Any]:
+def reshards_after_forward(fsdp: str) -> bool:
+    """Whether a layer's weights are freed between its forward and its backward pass."""
+    return _fsdp_settings(fsdp).reshard_after_forward
+
+
+def _fsdp_settings(value: str) -> _FsdpSettings:
     named = {str(name).removeprefix("fsdp_"): each for name, each in _settings("fsdp", value).items()}
     settings: _FsdpSettings = read_as(_FsdpSettings, named, f"fsdp is {value!r}")
-    return settings.model_dump(exclude_none=True)
+    return settings
 
 
 def _settings(name: str, value: str) -> dict[str, Any]:

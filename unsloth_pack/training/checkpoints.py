@@ -27,7 +27,7 @@ from unsloth_pack.training.updates import COUNTS_FILE, TokenCounts
 ASIDE = ".saving"
 _ADAPTER = "adapter_model.safetensors"
 _MODEL_INDEX = "model.safetensors.index.json"
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # written by transformers, FSDP2 and DeepSpeed
+_OPTIMIZERS = ("optimizer.pt", "latest")  # written by transformers, DeepSpeed
 _STATE = "trainer_state.json"  # the last that transformers writes
 STREAM_FILES = "stream_*.safetensors"  # where the stream of each process stood
 

@@ -1,20 +1,15 @@
-"""Train on several processes: FSDP2, DeepSpeed, and DDP with the gradients in one tensor.
+"""Train on several processes: DeepSpeed, and DDP with the gradients in one tensor.
 
-With FSDP2 every parameter is a `DTensor`, of which a process holds a part; hooks at the decoder layers gather
-a layer's parameters around its forward and its backward. ZeRO-3 does so at each module by itself, and leaves
-parameters without elements behind. ZeRO-2 shards gradients and the optimizer's state only.
+ZeRO-3 gathers parameters at each module by itself, and leaves them without elements otherwise. ZeRO-2 shards
+gradients and the optimizer's state only.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
@@ -24,23 +19,14 @@ from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, join
 from unsloth_pack.errors import InputError
 
 
-def use_fsdp_on_a_cpu(trainer: Trainer) -> None:
-    """Let a trainer without a GPU shard as its arguments say; accelerate ignores them there."""
-    if not trainer.args.fsdp or trainer.is_fsdp_enabled:
-        return
-    PartialState().distributed_type = trainer.accelerator.state.distributed_type = DistributedType.FSDP
-    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
-    trainer.accelerator.state.fsdp_plugin = plugin
-    trainer.is_fsdp_enabled = True
+def gather_trained(trainer: Trainer) -> dict[str, Tensor] | None:
+    """Gather the parameters that DeepSpeed trains on the main process's CPU; None without it.
 
-
-def gather_trained(trainer: Trainer) -> dict[str, Tensor]:
-    """Gather the trained parameters on the main process's CPU. Every process has to call this."""
+    Every process has to call this.
+    """
+    if not trainer.is_deepspeed_enabled:
+        return None
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.is_fsdp_enabled:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        weights: dict[str, Any] = get_model_state_dict(model, options=options)
-        return weights
     from deepspeed.utils import safe_get_full_fp32_param
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

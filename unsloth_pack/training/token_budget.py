@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.modules import sharded_by
 from unsloth_pack.packing.planner import plan_packs
 
 # Loss types that are a mean over the rows of a micro-batch, over its tokens, or a sum over the whole update
@@ -37,7 +38,7 @@ def limit_tokens(trainer: Any, max_tokens: int) -> None:
         ("top_entropy_quantile", trainer.top_entropy_quantile < 1),
         ("the entropy bonus", getattr(trainer, "_entropy_bonus_enabled", False)),
         ("the router's aux loss", getattr(trainer, "aux_loss_enabled", False)),
-        ("FSDP or DeepSpeed", trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+        ("FSDP or DeepSpeed", trainer.is_deepspeed_enabled or sharded_by(trainer.model) is not None),
     ):
         if is_used:
             raise InputError(f"{what} needs all rows of a micro-batch together; leave out limit_tokens")

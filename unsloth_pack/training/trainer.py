@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 from peft import PeftModel
@@ -29,7 +29,7 @@ from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
-from unsloth_pack.training.distributed import AveragedGradients, gather_trained, use_fsdp_on_a_cpu
+from unsloth_pack.training.distributed import AveragedGradients, gather_trained
 from unsloth_pack.training.document_losses import DocumentLosses, losses_of_tokens
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.objective import Objective
@@ -135,8 +135,8 @@ class RunTrainer(SFTTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """True if FSDP2 or DeepSpeed trains."""
-        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        """True if FSDP2 or DeepSpeed holds a part of the weights or of the optimizer in each process."""
+        return self.is_deepspeed_enabled or sharded_by(cast(nn.Module, self.model)) is not None
 
     trained_weights = gather_trained
 
@@ -186,10 +186,6 @@ class RunTrainer(SFTTrainer):
         return self.state.global_step < min(self._save_delay_steps, self.state.max_steps)
 
     # Starting
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        use_fsdp_on_a_cpu(self)
 
     def _prepare_for_training(self, *args: object, **kwargs: object) -> object:
         try:
@@ -365,9 +361,10 @@ class RunTrainer(SFTTrainer):
         return self.checkpoints.aside or super()._get_output_dir(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.is_sharded:
+        weights = self.trained_weights()
+        if weights is None:
             return super().save_model(output_dir, _internal_call)
-        self._save(output_dir, state_dict=self.trained_weights())
+        self._save(output_dir, state_dict=weights)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""

@@ -11,7 +11,6 @@ import trl
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -52,10 +51,6 @@ def sft_config(output_dir: str, *, padding_free: bool, dtype: torch.dtype, **arg
     except (ValueError, TypeError, ImportError) as error:
         message = f"transformers refuses these arguments: {error}; change or leave out what it names"
         raise InputError(message) from error
-    if config.fsdp:
-        # Keep all dtypes, and so sum gradients in float32. accelerate's own policy would cast the rotary
-        # tables, the loss and the gradients to bfloat16.
-        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
     # A process trains on one GPU. If it sees more, the trainer would make replicas that share one forward.
     config._n_gpu = min(1, config.n_gpu)
     return config
