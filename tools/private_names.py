@@ -24,6 +24,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 OWNERS = (
     "torch.nn.modules.module",
     "torch.nn.modules.dropout",
+    "torch.nn.parallel.distributed",
     "torch.Tensor",
     "torch.optim.adam",
     "torch.distributed.fsdp._common_utils",
@@ -35,6 +36,7 @@ OWNERS = (
     "transformers.configuration_utils",
     "transformers.integrations.moe",
     "transformers.modeling_utils",
+    "transformers.models.auto.auto_factory",
     "transformers.training_args",
     "transformers.trainer",
     "transformers.tokenization_utils_tokenizers",

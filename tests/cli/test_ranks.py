@@ -152,14 +152,15 @@ def test_torchrun_hands_the_exit_code_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
+    ("flag", "base", "says"),
     [
-        ("--fsdp", "CUDA graphs: FSDP2 shards the parameters"),
-        pytest.param("--deepspeed=zero2", "14 layers; those over one input", marks=pytest.mark.extras),
-        pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=pytest.mark.extras),
+        ("--fsdp", [], "CUDA graphs: FSDP2 shards the parameters"),
+        pytest.param("--fsdp=keep", ["--load_in_4bit"], "in 4 bits", marks=pytest.mark.nightly),
+        pytest.param("--deepspeed=zero2", [], "14 layers; those over one input", marks=pytest.mark.extras),
+        pytest.param("--deepspeed=zero3", [], "14 layers: ZeRO-3 gathers", marks=pytest.mark.extras),
     ],
 )
-def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, rows, tmp_path):
+def test_sharded_weights_make_the_update_of_one_process(flag, base, says, train, model, data, rows, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:7]))
     flags = SIX_UPDATES | {
@@ -167,7 +168,7 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
         "eval_packing": False,
     }  # a row alone with one of the processes
     sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
-    sharded = ["--sample_packing", flag, *(f"--{name}={value}" for name, value in sharded.items())]
+    sharded = ["--sample_packing", flag, *base, *(f"--{name}={value}" for name, value in sharded.items())]
     whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))
     runs = {
         str(two): [*sharded, "--save_steps=4", "--save_model"],
@@ -182,10 +183,10 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
     assert says in " ".join(done.stdout.replace("│", "").split())
     shards = [json.loads(found) for found in re.findall("SHARDS ({.*?})", done.stdout)]
     assert len(shards) >= 2 * len(runs)  # at each end, and at every save
-    for of_rank in shards if flag == "--fsdp" else []:
+    for of_rank in shards if "fsdp" in flag else []:
         assert of_rank["sharded layers"] == of_rank["layers"]
         assert of_rank["held"] < 0.6 * of_rank["parameters"]
-    assert train("--sample_packing", "--save_model", **flags, gradient_accumulation_steps=4) == 0
+    assert train("--sample_packing", "--save_model", *base, **flags, gradient_accumulation_steps=4) == 0
 
     losses_of_one = losses(whole)
     for folder in (two, resumed, recomputed):

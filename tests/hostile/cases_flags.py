@@ -91,7 +91,7 @@ def settings(flag: str, name: str, content: str, says: str, **others: object) ->
 
 SHARDING = [
     Case("FSDP in one process", "torchrun --nproc_per_node N cli.py --fsdp full", [*train(), "--fsdp"]),
-    Case("FSDP of 4 bits", "load_in_4bit is true; give one", train(fsdp="full", load_in_4bit=True)),
+    Case("FSDP of 8 bits", "load_in_8bit is true; give one", train(fsdp="full", load_in_8bit=True)),
     Case("decided apart", "give true or offload", train(use_gradient_checkpointing="auto", fsdp="full")),
     Case("--deepspeed=frob", "choose one of zero2, zero3", train(deepspeed="frob")),
     settings("fsdp", "a.json", "[1", "not json"),

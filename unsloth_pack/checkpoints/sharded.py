@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
 
@@ -142,7 +143,7 @@ def gather_layers(model: Any) -> None:
         decoder, mesh=cut[0][2].device_mesh, ignored_params=_whole(decoder)
     )  # layers share its streams
     names = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
-    model._ddp_params_and_buffers_to_ignore = names
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if (patch := patch_of(model)) is not None:
         patch.adapt_to_sharding("FSDP2")
 
