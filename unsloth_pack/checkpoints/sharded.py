@@ -148,5 +148,16 @@ def gather_layers(model: Any) -> None:
         patch.adapt_to_sharding("FSDP2")
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free layers that are whole after a forward pass alone, where FSDP2 holds them for a backward pass.
+
+    A `state_dict()`, which the main process alone calls at a save, would free them there alone: the next pass
+    would gather in one process and not in the others.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _whole(module: nn.Module) -> set[nn.Parameter]:
     return {weight for weight in module.parameters() if not isinstance(weight, DTensor)}

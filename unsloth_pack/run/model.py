@@ -16,6 +16,7 @@ from unsloth_pack.checkpoints.loading import weight_dtype
 from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.checkpoints.new_tokens import add_to_model, rows_to_train
 from unsloth_pack.checkpoints.saving import save_in_own_dtype
+from unsloth_pack.checkpoints.sharded import free_gathered
 from unsloth_pack.config import flat
 from unsloth_pack.config.options import AdapterOptions, ImageOptions, ModelOptions, TrainingOptions
 from unsloth_pack.config.values import Recompute
@@ -132,6 +133,7 @@ def build_model(
             patch.skip_probe()
         elif config.padding_free and labels is None:  # without a language model's head it probes itself
             probe(loaded, describe="trl")
+            free_gathered(loaded)
     return loaded
 
 

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
 
+from unsloth_pack.checkpoints.sharded import free_gathered
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.distillation import TEACHER_IDS
@@ -321,6 +322,7 @@ class RunTrainer(SFTTrainer):
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()
         output: EvalLoopOutput = super().evaluation_loop(dataloader, *args, **kwargs)
+        free_gathered(cast(nn.Module, self.model))
         prefix = kwargs.get("metric_key_prefix", "eval")
         assert output.metrics is not None
         output.metrics.update(self._document_losses.means(dataloader.dataset, prefix))
