@@ -1,7 +1,10 @@
 """Training on several GPUs: tokens and updates a second after the warm-up, compared with one GPU.
 
     python benchmarks/ranks.py --gpus 1,2 --mode ddp,fsdp2,zero2,zero3 [--shape S] [--rows N] [--dataset FILE]
-                               [--json P]
+                               [--flags FLAGS] [--json P]
+
+For 70B, whose 141 GB are written to --work within minutes: --gpus 4 --mode fsdp2,fsdp2-nf4 --shape llama70b
+--steps 10 --cold 4 --flags=--use_gradient_checkpointing=true
 
 Each combination of a number of GPUs and a mode is a run of `cli.py` under torchrun, with --rows packed rows
 per rank and update. The model has random weights and is built once under --work; the rows of --dataset are
@@ -32,6 +35,9 @@ MODES = {
     "ddp": [],
     "fsdp2": ["--fsdp=full"],
     "fsdp2-keep": ["--fsdp=keep"],
+    "fsdp2-nf4": ["--fsdp=full", "--load_in_4bit"],
+    "fsdp2-fp8": ["--fsdp=full", "--load_in_fp8"],
+    "ddp-nf4": ["--load_in_4bit"],
     "zero2": ["--deepspeed=zero2"],
     "zero3": ["--deepspeed=zero3"],
 }
@@ -50,6 +56,7 @@ def main() -> int:
     add("--dataset", default="demo", help="a file of rows (default: the demo's)")
     add("--steps", type=int, default=32, help="updates of a run (default: 32)")
     add("--cold", type=int, default=8, help="of them, the first that do not count (default: 8)")
+    add("--flags", default="", help="further flags of every run")
     add("--timeout", type=int, default=600, help="seconds of one run")
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
     add("--json", type=Path, help="also write every number here")
@@ -138,6 +145,7 @@ def run(args: argparse.Namespace, gpus: int, mode: str, model: str, data: Path) 
         "--gradient_accumulation_steps=1",
         "--logging_steps=1",
         *MODES[mode],
+        *args.flags.split(),
     ]
     began = time.perf_counter()
     try:

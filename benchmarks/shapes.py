@@ -72,6 +72,7 @@ class Shape:
 SHAPES = {
     "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 2**20, True, 1e6, tokens=2048),
     "llama8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 2**20, False, 5e5, tokens=8192),
+    "llama70b": Shape("llama", 128256, 8192, 28672, 80, 64, 8, 2**20, False, 5e5, tokens=4096),
     "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 2**20, True, 1e4, tokens=512),
     "tiny-lfm2": Shape(
         "lfm2",
@@ -198,6 +199,9 @@ HYBRIDS = {  # with layers that carry a state
 EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS
 
 
+WRITTEN_BY_WEIGHT = ("llama70b",)  # shapes that no GPU holds
+
+
 def build(name: str, work: Path, texts: list[str] | None = None, layers: int | None = None) -> str:
     """A folder with a model of random weights and a tokenizer trained on `texts`; made once.
 
@@ -215,9 +219,14 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
     if (folder / "tokenizer.json").exists():
         return str(folder)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_large = name in WRITTEN_BY_WEIGHT
+    with torch.device("meta" if is_large else device):
         model = AutoModelForCausalLM.from_config(shape.config(**overrides), dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="4GB")
+    if is_large:
+        _write_by_weight(model, folder, device)
+    else:
+        model.save_pretrained(folder, max_shard_size="4GB")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -235,6 +244,23 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
         tokenizer_object=bpe, pad_token=pad, bos_token=bos, eos_token=eos
     ).save_pretrained(folder)
     return str(folder)
+
+
+def _write_by_weight(model, folder: Path, device: str) -> None:
+    """Write random weights of a model without holding more than a file of them."""
+    import torch
+
+    from unsloth_pack.checkpoints.saving import write_weights
+
+    def random(meta):
+        weight = torch.ones(meta.shape, dtype=meta.dtype, device=device)  # of a norm
+        return (weight if meta.dim() == 1 else weight.normal_(std=0.02)).cpu()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    expected = model.state_dict()
+    write_weights(folder, ((name, random(meta)) for name, meta in expected.items()), expected, {})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
 
 
 def versions() -> dict[str, str | None]:
