@@ -1,8 +1,12 @@
 """Several processes: the same update as one process that sees the same rows."""
 
 import json
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +16,7 @@ from cli_runs import cut_after, losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import TrainerControl
-from warm import torchrun
+from warm import ROOT, SECONDS, torchrun
 
 from unsloth_pack.report.callbacks import StopOnSignal
 
@@ -152,15 +156,14 @@ def test_torchrun_hands_the_exit_code_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "base", "says"),
+    ("flag", "says"),
     [
-        ("--fsdp", [], "CUDA graphs: FSDP2 shards the parameters"),
-        pytest.param("--fsdp=keep", ["--load_in_4bit"], "in 4 bits", marks=pytest.mark.nightly),
-        pytest.param("--deepspeed=zero2", [], "14 layers; those over one input", marks=pytest.mark.extras),
-        pytest.param("--deepspeed=zero3", [], "14 layers: ZeRO-3 gathers", marks=pytest.mark.extras),
+        ("--fsdp", "CUDA graphs: FSDP2 shards the parameters"),
+        pytest.param("--deepspeed=zero2", "14 layers; those over one input", marks=pytest.mark.extras),
+        pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=pytest.mark.extras),
     ],
 )
-def test_sharded_weights_make_the_update_of_one_process(flag, base, says, train, model, data, rows, tmp_path):
+def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, rows, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:7]))
     flags = SIX_UPDATES | {
@@ -168,7 +171,7 @@ def test_sharded_weights_make_the_update_of_one_process(flag, base, says, train,
         "eval_packing": False,
     }  # a row alone with one of the processes
     sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
-    sharded = ["--sample_packing", flag, *base, *(f"--{name}={value}" for name, value in sharded.items())]
+    sharded = ["--sample_packing", flag, *(f"--{name}={value}" for name, value in sharded.items())]
     whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))
     runs = {
         str(two): [*sharded, "--save_steps=4", "--save_model"],
@@ -183,10 +186,10 @@ def test_sharded_weights_make_the_update_of_one_process(flag, base, says, train,
     assert says in " ".join(done.stdout.replace("│", "").split())
     shards = [json.loads(found) for found in re.findall("SHARDS ({.*?})", done.stdout)]
     assert len(shards) >= 2 * len(runs)  # at each end, and at every save
-    for of_rank in shards if "fsdp" in flag else []:
+    for of_rank in shards if flag == "--fsdp" else []:
         assert of_rank["sharded layers"] == of_rank["layers"]
         assert of_rank["held"] < 0.6 * of_rank["parameters"]
-    assert train("--sample_packing", "--save_model", *base, **flags, gradient_accumulation_steps=4) == 0
+    assert train("--sample_packing", "--save_model", **flags, gradient_accumulation_steps=4) == 0
 
     losses_of_one = losses(whole)
     for folder in (two, resumed, recomputed):
@@ -199,3 +202,36 @@ def test_sharded_weights_make_the_update_of_one_process(flag, base, says, train,
     assert merged[0].keys() == merged[1].keys()
     assert read_metrics(resumed)["log"][0] == read_metrics(two)["log"][0]  # of the run that it goes on with
     AutoPeftModelForCausalLM.from_pretrained(resumed)
+
+
+def test_a_base_in_four_bits_trains_in_parts_as_under_ddp(model, data, tmp_path):
+    """To the bit; also where layers stay gathered after an evaluation, and one process saves."""
+    flags = SIX_UPDATES | {"model_name": model, "dataset": data, "eval_dataset": data, "save_steps": 4}
+    flags = ["--sample_packing", "--load_in_4bit", *(f"--{name}={value}" for name, value in flags.items())]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    runs = {str(whole): flags, str(parts): [*flags, "--fsdp=keep"]}
+    done = torchrun(2, json.dumps(runs), program=Path(__file__).with_name("sharded_runs.py"))
+    assert done.returncode == 0, done.stderr
+    assert losses(parts) == losses(whole)
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in (whole, parts)]
+    assert all(torch.equal(adapters[1][name], weight) for name, weight in adapters[0].items())
+
+
+@pytest.mark.nightly
+def test_two_machines(model, data, tmp_path):
+    """Two agents of torchrun that know each other's address, as docs/ranks.md starts them."""
+    flags = SIX_UPDATES | {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
+    flags = ["--fsdp", "--sample_packing", *(f"--{name}={value}" for name, value in flags.items())]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meets = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *meets]
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    program = [str(ROOT / "cli.py"), *flags]
+    agents = [
+        subprocess.Popen([*command, f"--node_rank={rank}", *program], env=environment) for rank in (0, 1)
+    ]
+    assert [agent.wait(SECONDS) for agent in agents] == [0, 0]
+    assert len(losses(tmp_path / "out")) == 6
