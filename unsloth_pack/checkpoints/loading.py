@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.checkpoints.names import GGUF, MODEL_CONFIG, check_model_there, is_adapter
-from unsloth_pack.checkpoints.sharded import sharded_class
+from unsloth_pack.checkpoints.sharded import make_sharded_class
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.lora.expert_stacks import placeholder_stacks
@@ -161,14 +161,14 @@ def load_model(
 
     InputError where they are not. With `use_safetensors=False` pickled weights are taken too. A classifier
     has a head for documents in place of that for tokens, which its files may lack. With `finish_layer` every
-    process keeps its part of the layers, see `sharded_class`.
+    process keeps its part of the layers, see `make_sharded_class`.
     """
     if os.path.isdir(source):
         check_files(source, "model", use_safetensors)
     kind: Any = AutoModelForSequenceClassification if is_classifier else auto_class(options.get("config"))
     if finish_layer is not None:
         whole = kind._model_mapping[type(options["config"])]
-        kind = sharded_class(whole, finish_layer)
+        kind = make_sharded_class(whole, finish_layer)
     model, found = load_with(
         kind,
         source,

@@ -29,7 +29,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.patching.patch import patch_of
 
 
-def sharded_class(
+def make_sharded_class(
     kind: type[PreTrainedModel], finish: Callable[[nn.Module], object]
 ) -> type[PreTrainedModel]:
     """Return a model class whose `from_pretrained` keeps this process's rows of the layers' weights.
@@ -39,12 +39,12 @@ def sharded_class(
     """
 
     def load(model: Any, _: object, paths: list[str], config: Any, expected_keys: object = None) -> Any:
-        mesh = _mesh_of_all(next(iter((config.device_map or {"": "cpu"}).values())))
+        mesh = _make_mesh(next(iter((config.device_map or {"": "cpu"}).values())))
         waiting = [*model.get_decoder().layers]
         converts = any(isinstance(each, WeightConverter) for each in config.weight_mapping or ())
         if not (config.is_quantized or converts):
-            for module, name, weight in _weights(waiting):
-                module._parameters[name] = _rows_of(weight, mesh)
+            for module, name, weight in _list_matrices(waiting):
+                module._parameters[name] = _cut_rows(weight, mesh)
         total: Any = None
         with ExitStack() as files:
             stored: dict[str, Any] = {}
@@ -53,12 +53,12 @@ def sharded_class(
                 stored |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             for _, names in groupby(sorted(stored, key=layer_of), key=layer_of):
                 part, _ = convert_and_load_state_dict_in_model(model, {n: stored[n] for n in names}, config)
-                total = part if total is None else _joined(total, part)
+                total = part if total is None else _join_reports(total, part)
                 for layer in [each for each in waiting if not any(p.is_meta for p in each.parameters())]:
                     waiting.remove(layer)
                     finish(layer)
-                    for module, name, weight in _weights([layer]):
-                        module._parameters[name] = _rows_of(weight, mesh)
+                    for module, name, weight in _list_matrices([layer]):
+                        module._parameters[name] = _cut_rows(weight, mesh)
                     for module in layer.modules():  # transformers would look at quantised weights again
                         vars(module)["_is_hf_initialized"] = not module._buffers
         return total, None
@@ -67,7 +67,7 @@ def sharded_class(
     return type(kind.__name__, (kind,), methods)
 
 
-def _mesh_of_all(device: Any) -> DeviceMesh:
+def _make_mesh(device: Any) -> DeviceMesh:
     if not dist.is_initialized():
         raise InputError(
             "sharded=True needs a group of processes; start with torchrun and init_process_group"
@@ -75,8 +75,8 @@ def _mesh_of_all(device: Any) -> DeviceMesh:
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
-def _weights(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """The matrices of layers that are whole, with the modules that hold them."""
+def _list_matrices(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """List the matrices of layers that are whole, with the modules that hold them."""
     for layer in layers:
         for module in layer.modules():
             for name, weight in [*module._parameters.items()]:
@@ -84,8 +84,8 @@ def _weights(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Param
                     yield module, name, weight
 
 
-def _rows_of(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This process's rows of a weight, as FSDP2 cuts it, in memory of their own."""
+def _cut_rows(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Copy this process's rows of a weight, as FSDP2 cuts it."""
     whole = weight.detach().as_subclass(torch.Tensor)  # bitsandbytes has classes of its own
     chunks = whole.chunk(mesh.size())
     rank = mesh.get_local_rank()
@@ -97,8 +97,8 @@ def _rows_of(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return parameter
 
 
-def _joined(one: Any, other: Any) -> Any:
-    """What transformers reports of two loads into one model."""
+def _join_reports(one: Any, other: Any) -> Any:
+    """Join what transformers reports of two loads into one model."""
     one.missing_keys &= other.missing_keys
     one.unexpected_keys |= other.unexpected_keys
     one.mismatched_keys |= other.mismatched_keys
@@ -107,7 +107,7 @@ def _joined(one: Any, other: Any) -> Any:
 
 
 def is_cut(model: nn.Module) -> bool:
-    """True for a model of `sharded_class` whose layers are not gathered yet."""
+    """True for a model of `make_sharded_class` whose layers are not gathered yet."""
     has_rows = any(isinstance(weight, DTensor) for weight in model.parameters())
     return has_rows and not any(isinstance(module, FSDPModule) for module in model.modules())
 
@@ -123,6 +123,7 @@ def make_whole(model: nn.Module, ends: Collection[str]) -> None:
 def gather_layers(model: Any) -> None:
     """Have FSDP2 gather each layer around its passes. What trains is whole: DDP averages its gradients."""
     decoder = model.get_decoder()
+    mesh = next(weight.device_mesh for weight in decoder.parameters() if isinstance(weight, DTensor))
     for layer in decoder.layers:
         cut = [
             (module, name, weight)
@@ -136,12 +137,11 @@ def gather_layers(model: Any) -> None:
             empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=False)
         whole = {weight for weight in layer.parameters() if not weight.is_meta}
-        fully_shard(layer, mesh=cut[0][2].device_mesh, ignored_params=whole)
+        fully_shard(layer, mesh=mesh, ignored_params=whole)
         for module, name, weight in cut:
             module._parameters[name] = weight
-    fully_shard(
-        decoder, mesh=cut[0][2].device_mesh, ignored_params=_whole(decoder)
-    )  # layers share its streams
+    whole = {weight for weight in decoder.parameters() if not isinstance(weight, DTensor)}
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # the root, whose streams the layers share
     names = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if (patch := patch_of(model)) is not None:
@@ -157,7 +157,3 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _whole(module: nn.Module) -> set[nn.Parameter]:
-    return {weight for weight in module.parameters() if not isinstance(weight, DTensor)}

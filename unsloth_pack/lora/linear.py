@@ -18,7 +18,7 @@ from unsloth_pack.lora.quantised import (
     Fp8Linear,
     Nf4Weight,
     is_linear_4bit,
-    quant_state,
+    read_quant_state,
     why_not_dequantised,
 )
 from unsloth_pack.modules import (
@@ -136,7 +136,7 @@ class FastLoraLinear(PeftLinear):
         if isinstance(base, Fp8Linear):
             return base.rows
         if type(base) is not nn.Linear:
-            return Nf4Weight(base.weight, quant_state(base))
+            return Nf4Weight(base.weight, read_quant_state(base))
         return base.weight.detach()
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -63,14 +63,14 @@ def is_linear_4bit(layer: nn.Module) -> bool:
     return type(layer) in LINEAR_4BIT_TYPES
 
 
-def quant_state(layer: Any) -> Any:
+def read_quant_state(layer: Any) -> Any:
     """Return bitsandbytes' `QuantState` of a `Linear4bit`. FSDP2 leaves only that of the layer."""
     return getattr(layer.weight, "quant_state", None) or layer.quant_state
 
 
 def why_not_dequantised(layer: Any) -> str | None:
     """Explain why the weight of a `Linear4bit` cannot be dequantised here; None if it can."""
-    state = quant_state(layer)
+    state = read_quant_state(layer)
     if state is None:
         return "its weight is not quantised yet"
     if getattr(state, "packing_format_for_cpu", False):
