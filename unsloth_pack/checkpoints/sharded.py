@@ -132,8 +132,6 @@ def gather_layers(model: Any) -> None:
             if isinstance(weight, DTensor)
         ]
         for module, name, weight in cut:
-            if (state := getattr(weight, "quant_state", None)) is not None:
-                module.quant_state = state  # FSDP2 makes new parameters, without attributes
             empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=False)
         whole = {weight for weight in layer.parameters() if not weight.is_meta}

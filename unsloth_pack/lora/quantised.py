@@ -64,7 +64,7 @@ def is_linear_4bit(layer: nn.Module) -> bool:
 
 
 def read_quant_state(layer: Any) -> Any:
-    """Return bitsandbytes' `QuantState` of a `Linear4bit`. FSDP2 leaves only that of the layer."""
+    """Return bitsandbytes' `QuantState` of a `Linear4bit`. Weights that FSDP2 gathers have no attributes."""
     return getattr(layer.weight, "quant_state", None) or layer.quant_state
 
 
