@@ -210,7 +210,7 @@ def time_model(tokens: int, n_layers: int, bits: int, is_small: bool) -> dict[st
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
     if bits == 4:
-        quantise_experts(model, "nf4")
+        quantise_experts(model.get_decoder().layers, "nf4")
     patch_model(model)
     model = FastLanguageModel.get_peft_model(model, r=RANK)
     trained = [p for p in model.parameters() if p.requires_grad]

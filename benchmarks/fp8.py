@@ -83,7 +83,7 @@ def outcome(folder: str, kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor
     options = {"dtype": dtype, "device_map": {"": 0}, "quantization_config": nf4 if kind == "nf4" else None}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).requires_grad_(False)
     if kind == "fp8":
-        quantize_to_fp8(model)
+        quantize_to_fp8(model.get_decoder().layers)
     model = FastLanguageModel.get_peft_model(model, r=16)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
