@@ -19,6 +19,7 @@ from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.cuda_graphs.capture import CapturedShape, DecoderState, StepOutput, _Replayed
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
+from unsloth_pack.cuda_graphs.forward import ForwardGraphs
 from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
 from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.cuda_graphs.step import StepGraphs
@@ -98,9 +99,7 @@ def capture(models, n=4, **asked):
 
 def captured_form(replay):
     """Stands for a captured shape; `replay` gets a row and what goes in."""
-    return SimpleNamespace(
-        launch=lambda row, inputs: inputs, output=replay, forward=lambda *_: None, takes_passes=True
-    )
+    return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay)
 
 
 # What a shape is, which needs no GPU
@@ -634,17 +633,18 @@ def test_passes_without_gradients_are_replayed_in_the_shapes_of_steps(recorded, 
     for step in range(16):
         own, lengths = weight if step % 2 else copied, [9, 3 + step]
         row, ids = PackedRow.of_lengths(lengths, CPU), torch.randint(0, 8, (1, sum(lengths)))
-        decoder._embedding.weight = own
-        with torch.no_grad():
-            passed = graphs.run(decoder, row, ids)
-        decoder._embedding.weight = weight
-        if passed is not None:
-            assert torch.equal(passed.hidden, own[ids] ** 2)
         n_before = n_computed
         trained = graphs.run(decoder, row, ids)
+        decoder._embedding.weight, others = own, ids.flip(1)
+        with torch.no_grad():  # as TRL's DPO does, before the backward pass of the step
+            passed = graphs.run(decoder, row, others)
+        decoder._embedding.weight = weight
+        if passed is not None:
+            assert torch.equal(passed.hidden, own[others] ** 2)
         if trained is not None:
             assert torch.equal(trained.hidden, weight[ids] ** 2)
-            trained.hidden.sum().backward()
+            (found,) = torch.autograd.grad(trained.hidden.sum(), weight)
+            torch.testing.assert_close(found, torch.autograd.grad((weight[ids] ** 2).sum(), weight)[0])
         with torch.no_grad():
             weight.add_(torch.randn(8, 4))
         assert (n_computed == n_before) or step < 6
@@ -653,12 +653,9 @@ def test_passes_without_gradients_are_replayed_in_the_shapes_of_steps(recorded, 
 
 
 def test_a_decoder_in_ever_new_states_is_not_captured_in_every_pass(recorded):
-    captured = CapturedShape(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
-    n_captured = 0
-    while captured.takes_passes:
-        captured.captures_forward(TinyDecoder())
-        n_captured += 1
-        assert n_captured < 9
+    graphs, bucket = ForwardGraphs(), ShapeBucket(64, 64, 64, None)
+    captured = [graphs.capture(TinyDecoder(), bucket, CPU, ()) for _ in range(9)]
+    assert [each is not None for each in captured] == [True] * 3 + [False] * 6
 
 
 @pytest.mark.parametrize("arch", CAPTURED)

@@ -120,11 +120,10 @@ class _Replayed(torch.autograd.Function):
         return None, None, *input_grads, *captured.gradients.copies()
 
 
-class CapturedShape:
-    """The graphs of a decoder's step over rows of a shape, and the static tensors that they read and write.
+class StaticPass:
+    """A decoder's forward pass over a static row and static inputs.
 
-    They are captured on the current device. After a RuntimeError, by a capture that failed or memory that ran
-    out, call `memory.give_back`. `windows` are those of the layers, for a shape with blocks.
+    `windows` are those of the layers, for a shape with blocks.
     """
 
     def __init__(
@@ -149,11 +148,49 @@ class CapturedShape:
         dtype = bucket.autocast or decoder.get_input_embeddings().weight.dtype
         self._placeholders = PlaceholderParams(decoder, dtype, memory)
         self._recomputed = RecomputedLayers(decoder, memory)
-        self._leaves = [*self._placeholders.get(self.parameters), *self.inputs.leaves]
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
         self.memory = memory
-        self._passes: list[_ForwardPass] = []
+
+    def _fill(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
+        tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
+        self.inputs.fill(tensors, row.n_tokens)
+        self.row.fill(row)
+        for window, blocks in self._blocks.items():
+            blocks.fill(row, window, self.row.n_tokens - 1, self._padding)
+        return tensors
+
+    def _forward(self, decoder: CapturableDecoder) -> StepOutput:
+        """Run the static row: `[1, tokens, C]` and `[tokens, experts]`."""
+        enabled = self._autocast is not None
+        autocast = torch.autocast("cuda", dtype=self._autocast, enabled=enabled, cache_enabled=False)
+        ids, embeds, deepstack = self.inputs.arguments()
+        self._placeholders.fill()
+        with autocast, self._placeholders, self._recomputed:
+            output = decoder._packed_forward(self.row, ids, embeds, **deepstack, **self._options)
+        assert output.last_hidden_state is not None
+        # A view drops the last norm's recipe, which would keep the norm's input alive
+        hidden = output.last_hidden_state.view_as(output.last_hidden_state)
+        return StepOutput(hidden, output.router_logits if self._options else None)
+
+
+class CapturedShape(StaticPass):
+    """The graphs of a decoder's step over rows of a shape, and the static tensors that they read and write.
+
+    They are captured on the current device. After a RuntimeError, by a capture that failed or memory that ran
+    out, call `memory.give_back`.
+    """
+
+    def __init__(
+        self,
+        decoder: CapturableDecoder,
+        bucket: ShapeBucket,
+        device: torch.device,
+        memory: GraphMemory,
+        windows: Iterable[int | None] = (),
+    ):
+        super().__init__(decoder, bucket, device, memory, windows)
+        self._leaves = [*self._placeholders.get(self.parameters), *self.inputs.leaves]
         self._capture(decoder)
 
     def _capture(self, decoder: CapturableDecoder) -> None:
@@ -185,55 +222,11 @@ class CapturedShape:
         self.forward_graph.replay()
         return tensors
 
-    def _fill(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
-        tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
-        self.inputs.fill(tensors, row.n_tokens)
-        self.row.fill(row)
-        for window, blocks in self._blocks.items():
-            blocks.fill(row, window, self.row.n_tokens - 1, self._padding)
-        return tensors
-
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:
         """Return the launched outputs, with gradients. Meanwhile autograd visits every parameter."""
         trained = inputs if self.inputs.leaves else ()
         hidden, *router_logits = apply(_Replayed, self, row.n_tokens, *trained, *self.parameters)
         return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
-
-    def captures_forward(self, decoder: CapturableDecoder) -> "CapturedShape":
-        """Capture the pass that `forward` replays, for the decoder as it is now."""
-        captured = _ForwardPass(decoder, partial(self._forward, decoder), self.memory)
-        self._passes.append(captured)
-        return self
-
-    @property
-    def takes_passes(self) -> bool:
-        """False once a shape has passes of so many states that the next would hardly come again."""
-        return len(self._passes) < _MAX_PASSES
-
-    def forward(
-        self, decoder: CapturableDecoder, row: PackedRow, inputs: Tensor | Embedded
-    ) -> StepOutput | None:
-        """Replay the forward pass of a row without gradients; None if it was not captured."""
-        captured = next((each for each in self._passes if each.matches(decoder)), None)
-        if captured is None:
-            return None
-        self._fill(row, inputs)
-        captured.graph.replay()
-        hidden, *router_logits = (output[: row.n_tokens].clone() for output in captured.outputs)
-        return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
-
-    def _forward(self, decoder: CapturableDecoder) -> StepOutput:
-        """Run the static row: `[1, tokens, C]` and `[tokens, experts]`."""
-        enabled = self._autocast is not None
-        autocast = torch.autocast("cuda", dtype=self._autocast, enabled=enabled, cache_enabled=False)
-        ids, embeds, deepstack = self.inputs.arguments()
-        self._placeholders.fill()
-        with autocast, self._placeholders, self._recomputed:
-            output = decoder._packed_forward(self.row, ids, embeds, **deepstack, **self._options)
-        assert output.last_hidden_state is not None
-        # A view drops the last norm's recipe, which would keep the norm's input alive
-        hidden = output.last_hidden_state.view_as(output.last_hidden_state)
-        return StepOutput(hidden, output.router_logits if self._options else None)
 
     def _backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compute the gradients of all parameters and trained inputs; None for unused ones."""
@@ -312,7 +305,6 @@ class ModuleState:
         ]
 
 
-_MAX_PASSES = 3  # of a shape: as a teacher or reference, in evaluation
 _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # attributes of layers
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules with a dropout probability
 
@@ -354,22 +346,6 @@ class DecoderState(ModuleState):
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(attributes[name], attributes["training"]) for attributes, name in self._dropouts]
-
-
-class _ForwardPass:
-    """The graph of a pass without gradients, as of a teacher of the same weights, or in evaluation."""
-
-    def __init__(self, decoder: CapturableDecoder, run: Callable[[], StepOutput], memory: GraphMemory):
-        self._state = DecoderState(decoder)
-        self.graph = torch.cuda.CUDAGraph()
-        with memory.warming_up():
-            run()
-        with memory.capturing(self.graph):
-            self.outputs = run().static()
-
-    def matches(self, decoder: CapturableDecoder) -> bool:
-        """True if the decoder is as it was when the pass was captured."""
-        return self._state.matches(decoder) and self._state.dropout_matches()
 
 
 def _alike(value: object) -> object:

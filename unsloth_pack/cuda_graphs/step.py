@@ -29,6 +29,7 @@ from unsloth_pack.cuda_graphs.capture import (
     StepOutput,
 )
 from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer
+from unsloth_pack.cuda_graphs.forward import ForwardGraphs
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.cuda_graphs.shapes import (
     MAX_FORMS,
@@ -38,6 +39,7 @@ from unsloth_pack.cuda_graphs.shapes import (
     EmbeddedShape,
     ShapeBucket,
 )
+from unsloth_pack.modules import Walkable
 from unsloth_pack.packed_row.row import PackedRow
 
 _ROOM = 2  # factor on the needs of the rows so far, if a wider shape costs almost nothing
@@ -55,10 +57,17 @@ class StepGraphs(GraphCache):
         self._buckets_seen: set[ShapeBucket] = set()
         self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
         self._graphs: dict[ShapeBucket, CapturedShape]
+        self._forwards = ForwardGraphs()
         self._state: DecoderState | None
         self._is_trusted = False  # True if the decoder matched in the last step
         self._trials: defaultdict[EmbeddedShape | None, CaptureDecision] = defaultdict(CaptureDecision)
         self._on_trial: ShapeBucket | None = None  # of the row that runs next
+
+    def let_go(self, module: Walkable) -> None:
+        """Drop the graphs of a changed module, with their memory."""
+        super().let_go(module)
+        if not self._graphs:
+            self._forwards = ForwardGraphs()
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[object, ...]]:
         return StepGraphs, (self.why_never, self._room_is_free, self.windows)
@@ -154,18 +163,13 @@ class StepGraphs(GraphCache):
         The first of a decoder in another state, such as without its adapter, is captured.
         """
         nearest, state = self._nearest(row, own), self._state
-        if nearest is None or nearest.tokens > WASTE_ALLOWED * own.tokens or self._memory.is_awaited:
+        if nearest is None or nearest.tokens > WASTE_ALLOWED * own.tokens or state is None:
             return None
-        captured = self._graphs[nearest]
         with _device_of(inputs):
-            output = captured.forward(decoder, row, inputs)
-            if output is not None or state is None or not captured.takes_passes:
-                return output
-            if state.has_hooks or not state.drops_nothing():
-                return None
-            if not self._try(nearest, partial(captured.captures_forward, decoder), row.device):
-                return None
-            return captured.forward(decoder, row, inputs)
+            captured = self._forwards.find(decoder, nearest)
+            if captured is None and not state.has_hooks and state.drops_nothing():
+                captured = self._forwards.capture(decoder, nearest, row.device, self.windows)
+            return None if captured is None else captured.replay(row, inputs)
 
     def _why_not_row(self, row: PackedRow, embedded: EmbeddedShape | None, state: DecoderState) -> str | None:
         """Explain why this row of a step is not captured, or None."""
@@ -189,6 +193,7 @@ class StepGraphs(GraphCache):
 
     def _start_over(self, decoder: CapturableDecoder) -> DecoderState:
         self._graphs.clear()
+        self._forwards = ForwardGraphs()
         self._state, self._is_trusted = DecoderState(decoder), False
         return self._state
 
