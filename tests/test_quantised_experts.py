@@ -14,6 +14,7 @@ from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
+from unsloth_pack.layers.kernel_warmup import find_layer_kinds
 from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, quantise_experts
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
@@ -112,3 +113,12 @@ def test_undo_and_copies(kind):
     assert {name: type(one).__name__ for name, one in model.named_modules()} == kept
     patch_model(model)
     assert torch.equal(logits(model), expected)
+
+
+@kinds
+def test_alike_layers_are_one_kind_to_compile_kernels_for(kind):
+    """The first step runs a layer of each kind without recomputation; all layers would not fit."""
+    model = quantised(kind, **EVERY_LAYER)
+    patch_model(model)
+    assert len(model.get_decoder().layers) == 2
+    assert list(find_layer_kinds(model.get_decoder())) == [0]

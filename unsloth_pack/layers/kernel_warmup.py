@@ -58,12 +58,15 @@ def compile_kernels(
 
 
 def find_layer_kinds(decoder: CapturableDecoder) -> Collection[int]:
-    """Return the number of the first layer of each kind, by its modules and its type in the config."""
+    """Return the number of the first layer of each kind, by its modules and its type in the config.
+
+    The names of classes tell modules apart: each module with quantised stacks has a class of its own.
+    """
     config = getattr(decoder, "config", None)
     names = getattr(config, "layer_types", None) or [None] * len(decoder.layers)
     first: dict[Any, int] = {}
     for number, (name, layer) in enumerate(zip(names, decoder.layers, strict=False)):
-        first.setdefault((name, *map(type, layer.modules())), number)
+        first.setdefault((name, *(type(module).__qualname__ for module in layer.modules())), number)
     return first.values()
 
 
