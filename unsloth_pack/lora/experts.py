@@ -48,9 +48,14 @@ class Stack(NamedTuple):
     bias: Tensor | None  # `[E, O]`, or None
     scaling: float | None  # factor on the adapter's output; None without an adapter
 
+    def dequantised(self, dtype: torch.dtype) -> "Stack":
+        """Dequantise the weights if they are quantised."""
+        is_dense = isinstance(self.weight, Tensor)
+        return self if is_dense else self._replace(weight=self.weight.dequantized(dtype))
+
     def weight_EIO(self, dtype: torch.dtype) -> Tensor:
         """Return a view of the weights, dequantised if necessary."""
-        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantized(dtype)
+        weight: Tensor = self.dequantised(dtype).weight
         return weight if self.is_transposed else weight.transpose(1, 2)
 
 
@@ -236,6 +241,7 @@ class _RoutedExperts(torch.autograd.Function):
             total, h_inner = InnerSum(saved[0]), saved[1]
             g_inner = saved[0] if is_last_pass() else torch.empty_like(saved[0])
         else:
+            inner = inner._replace(stack=inner.stack.dequantised(x_NC.dtype))  # once for both passes
             base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
             total, g_inner = _inner_sum(base, low_rank, call), base
         g_SC = grad_NC.index_select(0, routing.token_S)
