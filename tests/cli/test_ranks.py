@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from cli_runs import cut_after, losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import TrainerControl
+from transformers import AutoModelForCausalLM, TrainerControl
 from warm import ROOT, SECONDS, torchrun
 
 from unsloth_pack.report.callbacks import StopOnSignal
@@ -235,3 +236,46 @@ def test_two_machines(model, data, tmp_path):
     ]
     assert [agent.wait(SECONDS) for agent in agents] == [0, 0]
     assert len(losses(tmp_path / "out")) == 6
+
+
+def test_a_process_with_other_files_trains_with_no_other(model, data, rows, tmp_path):
+    """One line in each before the training, and bad input as the exit code; nothing is written."""
+    base = AutoModelForCausalLM.from_pretrained(model)
+    folders = {name: tmp_path / name for name in ("whole", "nan", "other", "cut", "lacking")}
+    for name, folder in folders.items():
+        shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        if name == "nan":
+            base.model.layers[0].mlp.up_proj.weight.data[-1] = torch.nan  # of the rows of rank 1
+        if name == "other":
+            base = AutoModelForCausalLM.from_pretrained(model)
+            base.model.norm.weight.data.fill_(2)
+        base.save_pretrained(folder, max_shard_size="100KB")
+    cut, lacking = (sorted(folders[name].glob("*.safetensors"))[1] for name in ("cut", "lacking"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    lacking.unlink()
+    turned = tmp_path / "turned.json"
+    turned.write_text(json.dumps(rows[::-1]))
+    is_other = "on rank 1 is not that of rank 0: its {} differs"
+    cases = [  # models of both, the data of rank 1, and what each says
+        ("whole", "other", data, is_other.format(r"model-\S+")),
+        ("whole", "cut", data, is_other.format(lacking.name)),
+        ("whole", "lacking", data, is_other.format(lacking.name)),
+        ("whole", "away", data, "away: no such folder"),
+        ("whole", "whole", turned, is_other.format("fingerprint")),
+        ("nan", "nan", data, "weight .*layers.0.mlp.up_proj.weight is not finite"),
+        ("lacking", "lacking", data, f"lacking.*{lacking.name}"),
+    ]
+    flags = ["--fsdp", "--sample_packing", f"--output_dir={tmp_path / 'out'}", "--max_token_loss=1"]
+    flags += ["--max_seq_length=128"]
+    runs = [
+        [[*flags, f"--model_name={tmp_path / folder}", f"--dataset={rows}"] for folder, rows in of_rank]
+        for of_rank in ([(one, data) for one, *_ in cases], [(other, rows) for _, other, rows, _ in cases])
+    ]
+    done = torchrun(2, *map(json.dumps, runs), program=Path(__file__).with_name("refused_ranks.py"))
+    assert done.returncode == 0, done.stderr
+    lines = re.findall("unsloth-pack: .*", done.stderr)
+    for number, (*_, says) in enumerate(cases):
+        pair = lines[2 * number : 2 * number + 2]
+        assert [bool(re.search(says, line)) for line in pair] == [True, True], (says, pair)
+    assert len(lines) == 2 * len(cases)
+    assert not (tmp_path / "out").exists()

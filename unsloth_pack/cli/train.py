@@ -25,13 +25,15 @@ from unsloth_pack.run.machine import (
     device_type,
     is_main_process,
     versions,
-    wait_for_all,
 )
+from unsloth_pack.run.ranks import check_same_model, check_same_rows, refused_together
 from unsloth_pack.run.resolve import paths_of, resolve, with_optimizer
 from unsloth_pack.run.validate import validate, validate_model, wrong_folders
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from trl import SFTConfig
 
     from unsloth_pack.report.callbacks import MetricsFile
     from unsloth_pack.run.data import TrainingData
@@ -47,49 +49,58 @@ def run(arguments: Sequence[str]) -> int:
     epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
     loaded = load(arguments, train_parser(epilog=epilog))
     with telling_places(loaded):
-        options = resolve(loaded)
-        validate(options)
         check_launcher()
-        quieten(show_bars=is_main_process())
-        options = with_optimizer(options, device_type())
-        validate_model(options)
+        with refused_together():
+            options = resolve(loaded)
+            validate(options)
+            quieten(show_bars=is_main_process())
+            options = with_optimizer(options, device_type())
+            validate_model(options)
+            config, dtype = _build_config(options)  # which joins the processes
         claim = claimed(options.output.folder) if is_main_process() else nullcontext()
         with claim, children_end_with_this_process():
             raise_together(wrong_folders(options))  # again: another run may have ended there just before
-            return _run(options)
+            return _run(options, config, dtype)
 
 
-def _run(o: TrainOptions) -> int:
-    """Load, train, save and report; returns the exit code."""
+def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
     from unsloth_pack.checkpoints.loading import weight_dtype
+    from unsloth_pack.run.trainer import build_config
+
+    dtype = weight_dtype(o.model.dtype, o.adapter.tuning == "full")
+    return build_config(o.data, o.training, o.output, dtype), dtype
+
+
+def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype") -> int:
+    """Load, train, save and report; returns the exit code."""
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
     from unsloth_pack.run.objective import build_objective, check_teacher
-    from unsloth_pack.run.trainer import build_config, build_trainer
+    from unsloth_pack.run.trainer import build_trainer
     from unsloth_pack.training.checkpoints import last_checkpoint
     from unsloth_pack.training.streaming import RowStream
 
     folder, console = o.output.folder, RunConsole(quiet=not is_main_process())
-    dtype = weight_dtype(o.model.dtype, o.adapter.tuning == "full")
-    config = build_config(o.data, o.training, o.output, dtype)
-    tokenizer = load_run_tokenizer(o.model.model_name, o.adapter)
-    if o.training.objective == "distill":
-        check_teacher(o.distill, tokenizer.tokenizer)
-    data = build_data(
-        *(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter),
-        objective=o.training.objective,
-        teacher=o.distill.teacher,
-        rollouts=o.rollouts,
-    )
-    if o.output.resume:
-        for use, part in (("train", data.train), ("eval", data.evaluation)):
-            paths = paths_of(o.data.dataset if use == "train" else o.data.eval_dataset or o.data.dataset)
-            if part is not None:
+    with refused_together():
+        tokenizer = load_run_tokenizer(o.model.model_name, o.adapter)
+        if o.training.objective == "distill":
+            check_teacher(o.distill, tokenizer.tokenizer)
+        data = build_data(
+            *(o.model, o.data, o.images, tokenizer, config, o.adapter.init_adapter),
+            objective=o.training.objective,
+            teacher=o.distill.teacher,
+            rollouts=o.rollouts,
+        )
+    for use, part in (("train", data.train), ("eval", data.evaluation)):
+        paths = paths_of(o.data.dataset if use == "train" else o.data.eval_dataset or o.data.dataset)
+        if part is not None:
+            check_same_rows(", ".join(paths), part.ledger, part.fingerprint)
+            if o.output.resume:
                 run_folder.check_same_data(folder, use, paths, part.ledger, part.fingerprint)
-    wait_for_all()
+    check_same_model(o.adapter.init_adapter or o.model.model_name)
 
     model = build_model(
         *(o.model, o.adapter, o.images, o.training, config, tokenizer.new_tokens),

@@ -29,6 +29,7 @@ from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.run.from_adapter import held_by_run
 from unsloth_pack.run.machine import is_main_process, wait_for_all
 from unsloth_pack.run.optimizer import rates_of
+from unsloth_pack.run.ranks import refused_together
 from unsloth_pack.run.sharding import refuse_images, reshards_after_forward
 from unsloth_pack.run.trained import adapter_arguments, freeze_parts, with_parts
 from unsloth_pack.training.checkpoints import last_checkpoint
@@ -56,19 +57,19 @@ def _load_merged_base(
     goes_on = is_resumed and last_checkpoint(folder) is not None  # its updates were made on the base there
     base = folder / MERGED_BASE
     aside = base if goes_on else folder / _ASIDE
-    if is_main_process() and not (aside / MODEL_CONFIG).is_file():
-        first = str(adapter.init_adapter)
-        arguments = {**flat(model), **held_by_run(Path(first)), "model_name": first, "max_seq_length": 1}
-        merged, tokenizer = FastLanguageModel.from_pretrained(**arguments)
-        dtype = weight_dtype(model.dtype, adapter.tuning == "full")
-        save_in_own_dtype(merged, aside, pick_processor(merged, first, tokenizer), dtype)
-        del merged
-        gc.collect()  # a model refers to itself; the next one is to have its memory
-        torch.cuda.empty_cache()
-    wait_for_all()
+    with refused_together():
+        if is_main_process() and not (aside / MODEL_CONFIG).is_file():
+            first = str(adapter.init_adapter)
+            arguments = {**flat(model), **held_by_run(Path(first)), "model_name": first, "max_seq_length": 1}
+            merged, tokenizer = FastLanguageModel.from_pretrained(**arguments)
+            dtype = weight_dtype(model.dtype, adapter.tuning == "full")
+            save_in_own_dtype(merged, aside, pick_processor(merged, first, tokenizer), dtype)
+            del merged
+            gc.collect()  # a model refers to itself; the next one is to have its memory
+            torch.cuda.empty_cache()
     loaded: PreTrainedModel
-    loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": str(aside)})
-    wait_for_all()  # a process that refuses the run next removes what the others would still read
+    with refused_together():  # a process that refuses the run next removes what the others would still read
+        loaded, _ = FastLanguageModel.from_pretrained(**loading | {"model_name": str(aside)})
     loaded.name_or_path = loaded.config._name_or_path = str(base.absolute())  # that the adapter names
     return loaded
 
@@ -154,7 +155,8 @@ def _load_base(
     if adapter.merge_init_adapter:
         return _load_merged_base(model, adapter, folder, is_resumed, **loading)
     loading["model_name"] = adapter.init_adapter or model.model_name
-    return FastLanguageModel.from_pretrained(**loading)[0]
+    with refused_together():
+        return FastLanguageModel.from_pretrained(**loading)[0]
 
 
 def _adapt(
