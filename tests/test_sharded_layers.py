@@ -1,12 +1,10 @@
 """A base in parts, one a process: weights, loss and gradients of a whole one, in a share of its memory."""
 
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from model_folder import save_model
+from own_memory import own_memory
 from tiny import MIXED_LENGTHS, random_documents
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -79,28 +77,13 @@ def test_layers_in_parts_make_the_step_of_whole_ones(tmp_path):
     in_two_processes(same, folders)
 
 
-def own_memory():
-    """Bytes of this process that are no pages of a file."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
 def measured(rank, folder, share):
     torch.set_num_threads(1)
     loaded(f"{folder}-small", True, {})
-    before, seen, has_ended = own_memory(), [], threading.Event()
-
-    def watch():
-        while not has_ended.wait(0.001):
-            seen.append(own_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = loaded(folder, True, {"dtype": "bfloat16"})  # other numbers than in the files
-    has_ended.set()
-    watcher.join()
+    with own_memory() as seen:
+        model = loaded(folder, True, {"dtype": "bfloat16"})  # other numbers than in the files
     assert 0.9 * share < sum(as_own(weight).nbytes for weight in model.parameters()) < 1.1 * share
-    assert max(seen) - before < 1.2 * share
+    assert max(seen) - seen[0] < 1.2 * share
 
 
 @pytest.mark.nightly

@@ -33,10 +33,17 @@ def run(arguments: Sequence[str]) -> int:
 
     quieten()
     from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.images.processor import pick_processor
 
     # No row will be packed, so that any length will do.
     loading = held_by_run(source) | {name: flags[name] for name in LOADED_IN if name in flags}
+    if not any(
+        loading.get(name) for name in LOADED_IN
+    ):  # on the CPU, weights of their type stay in the files
+        config = load_config(find_model(str(source))[0])
+        loading["dtype"] = loading.get("dtype") or config.dtype or config.get_text_config().dtype
+        loading["device_map"] = {"": "cpu"}
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
     method = flags.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
