@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerControl
 from warm import ROOT, SECONDS, torchrun
 
+from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import StopOnSignal
 
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
@@ -38,10 +39,21 @@ def assert_same_evaluations(folder, other):
     torch.testing.assert_close(*seen.chunk(2))
 
 
+def assert_same_run(folder, other):
+    one, two = losses(folder), losses(other)
+    assert one.keys() == two.keys()
+    torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
+    assert_same_adapter(folder, other)
+    counts = [read_metrics(path)["summary"][0]["tokens_trained"] for path in (folder, other)]
+    assert counts[0] == counts[1]
+
+
 def test_two_processes_of_torchrun_make_the_update_of_one(train, model, data, rows, tmp_path):
+    """So does one process that goes on where the two stopped."""
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:8]))
     flags = SIX_UPDATES | {"eval_dataset": few, "per_device_eval_batch_size": 4}  # no whole batch for each
+    flags |= {"save_steps": 4}
     done = torchrun(
         *(2, "--sample_packing"),
         **flags | {"model_name": model, "dataset": data, "output_dir": tmp_path / "two"},
@@ -52,11 +64,26 @@ def test_two_processes_of_torchrun_make_the_update_of_one(train, model, data, ro
     assert "estimated spread between ranks" in done.stdout
     assert train("--sample_packing", **flags, gradient_accumulation_steps=4) == 0
 
-    one, two = losses(tmp_path / "out"), losses(tmp_path / "two")
-    assert one.keys() == two.keys()
-    torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
+    assert_same_run(tmp_path / "out", tmp_path / "two")
     assert_same_evaluations(tmp_path / "out", tmp_path / "two")
-    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+    cut_after(tmp_path / "two", 4)
+    assert main(["--resume", f"--output_dir={tmp_path / 'two'}"]) == 0
+    assert_same_run(tmp_path / "out", tmp_path / "two")
+
+
+def test_a_run_goes_on_with_another_number_of_processes(train, tmp_path, monkeypatch, capsys):
+    flags = SIX_UPDATES | {"gradient_accumulation_steps": 4, "save_steps": 2}
+    assert train("--sample_packing", **flags) == 0
+    whole, moved = tmp_path / "out", tmp_path / "moved"
+    shutil.copytree(whole, moved)
+    cut_after(moved, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr("unsloth_pack.run.folder.count_processes", lambda: 3)
+        assert main(["--resume", f"--output_dir={moved}"]) == 2
+    assert "this one has 3, but an update has 4 rows; continue with 1" in capsys.readouterr().err
+    again = torchrun(2, "--resume", output_dir=moved, gradient_accumulation_steps=4)
+    assert again.returncode == 0, again.stderr
+    assert_same_run(whole, moved)
 
 
 def test_all_of_a_model_trains_on_two_processes(train, model, data, tmp_path):

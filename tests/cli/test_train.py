@@ -199,9 +199,9 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(finishe
     assert "complete after 3 updates" in capsys.readouterr().err
     shutil.rmtree(finished / "checkpoint-3")
     with monkeypatch.context() as patched:
-        patched.setenv("WORLD_SIZE", "2")
+        patched.setattr("unsloth_pack.run.folder.count_processes", lambda: 2)
         assert main(["--resume", "--output_dir", out]) == 2
-    assert "had 1 processes and this one has 2" in capsys.readouterr().err
+    assert "had 1 processes and this one has 2, but only packed rows" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 0
     assert list(losses(finished)) == [1, 2, 3]
 

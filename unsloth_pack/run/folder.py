@@ -254,11 +254,26 @@ def _check_resumable(folder: Path) -> None:
             "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
         )
     before, now = read_fact(folder, "processes"), count_processes()
-    if before not in (None, now):
+    if before not in (None, now) and (why := _why_as_many(options_of_run(folder), before, now)):
         raise InputError(
-            f"--resume: the run in {str(folder)!r} had {before} processes and this one has {now}, whose "
-            f"updates would see other rows; continue with {before}, or start a new run"
+            f"--resume: the run in {str(folder)!r} had {before} processes and this one has {now}, but {why}; "
+            f"continue with {before}, or start a new run"
         )
+
+
+def _why_as_many(options: Mapping[str, Any], before: int, now: int) -> str | None:
+    """Return why a run goes on with as many processes as it had; None if updates see the same rows anyway."""
+    rows = options["per_device_train_batch_size"]
+    an_update = options.get("effective_batch_size") or rows * options["gradient_accumulation_steps"] * before
+    if options.get("streaming") or not options["sample_packing"]:
+        return "only packed rows that do not stream are dealt out anew"
+    if options.get("deepspeed"):
+        return "DeepSpeed has cut its optimizer"
+    if options.get("keep_examples_per_update"):
+        return "keep_examples_per_update counts by process"
+    if an_update % (rows * now):
+        return f"an update has {an_update} rows"
+    return None
 
 
 def check_same_data(

@@ -103,6 +103,8 @@ def resolve(asked: TrainOptions) -> TrainOptions:
     given = asked.given
     resumed = _resumed_run(given) if given.get("resume") else {}
     options = changed(asked, {**(resumed or _demo_values(asked)), **given})
+    if resumed:
+        options = _with_rows_of_an_update(options)
     options = changed(options, values_of_adapter(options.adapter, given))
     if options.training.objective == "rollouts":  # its prompts are read as they are needed
         options = changed(options, {"streaming": True})
@@ -139,6 +141,13 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"continues; leave out --{name}, or start a new run"
             )
     return {name: moved[name] for name in recorded}
+
+
+def _with_rows_of_an_update(options: TrainOptions) -> TrainOptions:
+    """Have the updates of a resumed run see as many rows on another number of processes."""
+    before, now = read_fact(options.output.folder, "processes"), count_processes()
+    steps = options.training.gradient_accumulation_steps * (before or now) // now
+    return changed(options, {"gradient_accumulation_steps": max(1, steps)})
 
 
 def _moved(values: dict[str, Any], cwd: str | None, folder: Path) -> dict[str, Any]:
