@@ -240,7 +240,8 @@ def test_columns_of_another_objective_are_refused(objective, row, said, refused,
     (["--objective=kto", "--loss_type=ipo"], "loss_type is 'ipo' and objective is 'kto'; give --objective"),
     (["--objective=dpo", "--label_smoothing=0.1"], "give --loss_type robust, or leave it out"),
     (["--objective=dpo", "--streaming", "--max_steps=1"], "streaming is true and objective is 'dpo'; leave"),
-    (["--objective=orpo", "--fsdp=full"], "and objective is 'orpo', which needs the whole LM head"),
+    (["--objective=orpo", "--deepspeed=zero2"], "and objective is 'orpo', which needs the whole LM head"),
+    (["--objective=kto", "--fsdp=full"], "and objective is 'kto', of which ranks make unequal passes"),
 ])  # fmt: skip
 def test_options_of_another_objective_are_refused(flags, said):
     assert any(said in str(error) for error in contradictions(read_options(flags)))

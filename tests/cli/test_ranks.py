@@ -35,7 +35,7 @@ def assert_same_adapter(folder, other):
 
 def assert_same_evaluations(folder, other):
     lines = [line for path in (folder, other) for line in read_metrics(path)["log"] if "eval_loss" in line]
-    seen = torch.tensor([[line["eval_loss"], line["eval_sample_loss"]] for line in lines])
+    seen = torch.tensor([[line["eval_loss"], line.get("eval_sample_loss", 0)] for line in lines])
     torch.testing.assert_close(*seen.chunk(2))
 
 
@@ -243,6 +243,33 @@ def test_a_base_in_four_bits_trains_in_parts_as_under_ddp(model, data, tmp_path)
     assert losses(parts) == losses(whole)
     adapters = [load_file(folder / "adapter_model.safetensors") for folder in (whole, parts)]
     assert all(torch.equal(adapters[1][name], weight) for name, weight in adapters[0].items())
+
+
+def test_objectives_train_on_layers_in_parts_as_in_one_process(train, model, data, rows, tmp_path):
+    """With evaluations; with passes of the base model, and over layers that stay gathered after these."""
+    pairs = [{"prompt": r["instruction"], "chosen": r["output"], "rejected": "yz" * 8} for r in rows]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    classes = [{"text": r["output"], "label": r["output"][0]} for r in rows]
+    (tmp_path / "classes.json").write_text(json.dumps(classes))
+    flags = SIX_UPDATES | {"max_steps": 3, "eval_steps": 2, "model_name": model, "dtype": "float32"}
+    cases = {  # data, and options
+        "distill": (data, {"objective": "distill", "fsdp": "keep"}),
+        "dpo": (tmp_path / "pairs.json", {"objective": "dpo", "fsdp": "full"}),
+        "orpo": (tmp_path / "pairs.json", {"objective": "orpo", "fsdp": "full"}),
+        "classify": (tmp_path / "classes.json", {"task": "classify", "fsdp": "full"}),
+    }
+    runs = {}
+    for name, (rows, options) in cases.items():
+        own = flags | options | {"dataset": rows, "eval_dataset": rows, "gradient_accumulation_steps": 2}
+        runs[str(tmp_path / name)] = ["--sample_packing", *(f"--{k}={v}" for k, v in own.items())]
+    done = torchrun(2, json.dumps(runs), program=Path(__file__).with_name("sharded_runs.py"))
+    assert done.returncode == 0, done.stderr
+    for name, (rows, options) in cases.items():
+        own = flags | options | {"dataset": rows, "eval_dataset": rows, "gradient_accumulation_steps": 4}
+        whole = tmp_path / f"{name}-whole"
+        assert train("--sample_packing", **own | {"fsdp": None, "output_dir": whole}) == 0
+        assert_same_run(whole, tmp_path / name)
+        assert_same_evaluations(whole, tmp_path / name)
 
 
 @pytest.mark.nightly

@@ -24,7 +24,7 @@ SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 _EVALUATION = ("eval_dataset", "eval_fraction")
 # Options that `--task classify` does not take
-_NOT_OF_CLASSES = ("streaming", "train_on_responses_only", "init_adapter", "add_tokens", "fsdp", "deepspeed")
+_NOT_OF_CLASSES = ("streaming", "train_on_responses_only", "init_adapter", "add_tokens", "deepspeed")
 # Options of which one at most may be given
 _ONE_OF = (
     *combinations(LOADED_IN, 2),
@@ -125,9 +125,11 @@ def _of_objective(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name, objectives in _OF_OBJECTIVES.items():
         if v.objective not in objectives and getattr(v, name) != OPTIONS[name].default:
             yield f"{_said(v, name, 'objective')}; give --objective {objectives[0]}, or leave it out"
-    for name in ("fsdp", "deepspeed", "task") if v.objective != "sft" else ():
+    for name in ("deepspeed", "task") if v.objective != "sft" else ():
         if getattr(v, name) is not None:
             yield f"{_said(v, name, 'objective')}, which needs the whole LM head; leave out one of them"
+    if v.fsdp is not None and v.objective in ("kto", "rollouts"):
+        yield f"{_said(v, 'fsdp', 'objective')}, of which ranks make unequal passes; leave out one of them"
     if v.objective not in PREFERENCES:
         return
     for name in ("streaming", "train_on_responses_only"):
