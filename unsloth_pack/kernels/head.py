@@ -116,6 +116,13 @@ def _as_autocast(x: Tensor, device: str) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
+def max_chunk_rows(n_outputs: int, logits: torch.dtype, hidden: torch.dtype, is_cuda: bool = True) -> int:
+    """Return how many rows of logits exist at a time, of a head with `n_outputs`."""
+    fit = _CHUNK_BYTES // (n_outputs * logits.itemsize)
+    least = min(_MIN_ROWS, _MIN_ROWS * hidden.itemsize // logits.itemsize)
+    return max(least if is_cuda else _STEP, fit - fit % _STEP)
+
+
 class HeadPass:
     """The labelled rows of one call through the head, chunk by chunk, and gradients of its inputs.
 
@@ -165,7 +172,7 @@ class HeadPass:
             log_probs_N: written by `turn`, if their sum is what gets the gradient.
         """
         V, N, g_h = len(self._weight), len(self._rows), self.gradients[3]
-        most = self._max_chunk_rows()
+        most = max_chunk_rows(V, self._logits_dtype, self._hidden_TC.dtype, self._hidden_TC.is_cuda)
         # Sized by T, not N: PyTorch reuses the memory of a size that recurs every step.
         buffer_LV = self._hidden_TC.new_empty((min(most, len(self._hidden_TC)), V), dtype=self._logits_dtype)
         # As few chunks as possible, with no small one at the end
@@ -183,12 +190,6 @@ class HeadPass:
                     self._add_gradients(logits_LV if g_LV is None else g_LV, x_LC, chunk)
                 if label_logits_L1 is not None and g_h is not None and log_probs_N is not None:
                     g_h[chunk] = self._gradient_of_outputs(label_logits_L1, log_probs_N[chunk, None], chunk)
-
-    def _max_chunk_rows(self) -> int:
-        size = self._logits_dtype.itemsize
-        fit = _CHUNK_BYTES // (len(self._weight) * size)
-        least = min(_MIN_ROWS, _MIN_ROWS * self._hidden_TC.element_size() // size)
-        return max(least if self._hidden_TC.is_cuda else _STEP, fit - fit % _STEP)
 
     def compute_logits(self, buffer_LV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         """Compute logits `[L, V]` into the buffer; return them and the rows `[L, C]` of hidden."""

@@ -170,7 +170,11 @@ class GateAndUpPlan:
         """Decide for the next step. Asks the driver only where a layer might not keep them."""
         bytes_per_feature = 2 * tokens * element_size
         if device.type == "cuda" and max(self._features, default=0) * bytes_per_feature >= _MANY_BYTES:
-            self._has_room = sum(self._features) * bytes_per_feature <= _SHARE * free_bytes(device)
+            self.decide_by(bytes_per_feature, free_bytes(device))
+
+    def decide_by(self, bytes_per_feature: int, free: float) -> None:
+        """Decide by the bytes that are free, for gate and up of `bytes_per_feature`."""
+        self._has_room = sum(self._features) * bytes_per_feature <= _SHARE * free
 
     def keeps(self, number: int, width: int, n_bytes: int) -> bool:
         """Return whether layer `number`, on a GPU with an input of this width, keeps its `n_bytes` of them.

@@ -216,12 +216,16 @@ def _backward_through_down(
     return down_grads, [grad_b * p.scaling for grad_b, p in zip(grad_bs, inside.layers, strict=True)]
 
 
-def _tiles(n_tokens: int, n_features: int, keep: bool) -> list[slice]:
+def tile_length(n_tokens: int, n_features: int, keep: bool) -> int:
+    """Return how many of the tokens a tile has, for so many features of gate."""
     most = 2 * _TILE if keep else _TILE
     n_tiles = max(1, -(-n_tokens * n_features // most))
     length = max(1, -(-n_tokens // n_tiles))
-    if n_tiles > 1:
-        length = -(-length // 128) * 128
+    return length if n_tiles == 1 else -(-length // 128) * 128
+
+
+def _tiles(n_tokens: int, n_features: int, keep: bool) -> list[slice]:
+    length = tile_length(n_tokens, n_features, keep)
     return [slice(start, start + length) for start in range(0, max(1, n_tokens), length)]
 
 

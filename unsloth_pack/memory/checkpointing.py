@@ -12,17 +12,17 @@ from typing import Literal, TypeVar
 
 import torch
 from peft import PeftModel
-from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 from unsloth_pack.cuda_graphs.checkpointing import ActivationOffload
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.memory.layer_sizes import LayerSizes
 from unsloth_pack.modules import base_of
 
-_USABLE = 0.95  # of the free memory: the rest is lost to fragments
+USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:
 _WORKING_LAYERS = 3  # of a backward pass, in activations of a layer
 _BYTES_A_LOGIT = 10  # in 16 bits, in float32, and the gradient
@@ -121,7 +121,8 @@ class RecomputePlan:
         self.n_recomputed = 0
         width = decoder.get_input_embeddings().weight.element_size()
         # Bytes a token: of a layer's activations, and of the rest of a step
-        self._per_token = width * max(_estimate(layer, decoder.config) for layer in decoder.layers)
+        sizes = [LayerSizes.measure(layer, decoder.config) for layer in decoder.layers]
+        self._per_token: float = width * max(size.kept + size.gate_and_up for size in sizes)
         self._beside: float = _WORKING_LAYERS * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
         self._is_measured = False
         self._tokens = 0
@@ -141,7 +142,7 @@ class RecomputePlan:
             return
         self._learn(device)
         free = free_bytes(device)
-        room = _USABLE * free - self._beside * tokens
+        room = USABLE * free - self._beside * tokens
         n_kept = min(self.n_layers, max(0, int(room // (self._per_token * tokens))))
         self.n_recomputed, self._tokens = self.n_layers - n_kept, tokens
         self._before = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -185,11 +186,3 @@ class RecomputePlan:
         if peak > most:
             activations = (self.n_layers - self.n_recomputed) * self._per_token * self._tokens
             self._beside = max(self._per_token, (peak - at_rest - activations) / self._tokens)
-
-
-def _estimate(layer: nn.Module, config: PretrainedConfig) -> float:
-    """Estimate a layer's activations per token: the outputs of its projections, and four hidden states."""
-    outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
-    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
-    experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)
-    return float(outputs + 3 * experts + 4 * config.hidden_size)

@@ -28,6 +28,7 @@ from unsloth_pack.layers.mixers import MIXERS, AttentionMixer
 from unsloth_pack.layers.mixers.attention import read_window
 from unsloth_pack.lora.expert_stacks import STACKS, get_stored_stack, is_experts
 from unsloth_pack.losses.head import why_head_not_fused
+from unsloth_pack.memory.layer_sizes import count_chosen
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules import base_of
@@ -63,7 +64,7 @@ class ModelFlops:
         self._base, self._decoder, self._n_layers = base, decoder, len(decoder.layers)
         spec, embeddings = arch_spec_for(decoder.config.model_type), base.get_input_embeddings()
         config = decoder.config
-        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+        chosen = count_chosen(config)
         self._products: list[_Product] = []
         for module in decoder.children():
             if module not in (decoder.layers, embeddings):
