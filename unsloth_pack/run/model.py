@@ -121,7 +121,7 @@ def build_model(
     with _removed_if_refused(folder), loaded_whole(config):
         sharded, checkpointing = training.fsdp is not None, training.use_gradient_checkpointing
         loaded = _load_base(model, adapter, labels, folder, is_resumed, sharded)
-        loaded = _adapt(loaded, adapter, images if has_images else None, new_tokens, checkpointing)
+        loaded = adapt(loaded, adapter, images if has_images else None, new_tokens, checkpointing)
         if training.fsdp is not None and not reshards_after_forward(training.fsdp):
             for layer in filter(is_gathered_as_group, loaded.modules()):
                 layer.set_reshard_after_forward(False, recurse=False)
@@ -159,7 +159,7 @@ def _load_base(
         return FastLanguageModel.from_pretrained(**loading)[0]
 
 
-def _adapt(
+def adapt(
     model: Any,
     adapter: AdapterOptions,
     images: ImageOptions | None,

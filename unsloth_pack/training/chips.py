@@ -20,6 +20,12 @@ _PEAKS: dict[str, tuple[float, float | None]] = {
     "RTX A6000": (154.85, None), "RTX 5090": (209.5, 419), "RTX 4090": (165.2, 330.3),
     "RTX 3090": (71, None), "MI300X": (1307.4, 2614.9), "MI325X": (1307.4, 2614.9),
 }  # fmt: skip
+# Names of `unsloth-pack estimate`: the device's, and GiB as torch reports them
+GPUS: dict[str, tuple[str, float]] = {
+    "b200": ("B200", 178.3), "h200": ("H200", 139.8), "h100": ("H100", 79.1), "a100": ("A100", 79.2),
+    "a100-40": ("A100", 39.4), "l40s": ("L40S", 44.4), "a10": ("A10", 22.0), "l4": ("L4", 22.0),
+    "t4": ("T4", 14.6), "5090": ("RTX 5090", 31.4), "4090": ("RTX 4090", 23.5), "3090": ("RTX 3090", 23.6),
+}  # fmt: skip
 _OTHER_CHIP = re.compile(r"Laptop|Max-Q|\bTi\b|MIG| D$")  # another of that name, or a part of one
 
 
@@ -30,6 +36,27 @@ def peak_flops(device_name: str, in_fp8: bool = False) -> float | None:
     peaks = (peaks for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name))
     peak = next(peaks, (None, None))[in_fp8]
     return None if peak is None else peak * 1e12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its name, with its memory in bytes and the peak of its 16-bit products in FLOP/s, or None."""
+
+    name: str
+    memory: float
+    peak: float | None
+
+    @classmethod
+    def here(cls) -> "Gpu":
+        """Return the GPU of this process."""
+        name, device = torch.cuda.get_device_name(), torch.cuda.current_device()
+        return cls(name, torch.cuda.get_device_properties(device).total_memory, peak_flops(name))
+
+    @classmethod
+    def named(cls, name: str) -> "Gpu":
+        """Return a GPU of `GPUS`."""
+        device_name, gib = GPUS[name]
+        return cls(device_name, gib * 2**30, peak_flops(device_name))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""The estimate of a run's memory, against peaks that were measured on GPUs."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tables import table
+
+from unsloth_pack.config import TrainOptions, changed
+from unsloth_pack.run.estimate import estimate_run
+from unsloth_pack.training.chips import Gpu
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from shapes import PUBLISHED, Shape
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H100, GIB = Gpu.named("h100"), 2**30
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GC = {"use_gradient_checkpointing": "offload"}
+NF4, FULL = {"load_in_4bit": True}, {"tuning": "full", "dtype": "bfloat16"}
+SWEEP = (  # of benchmarks/results/sweep-h100-2026-11-26.json
+    *("qwen2.5-0.5b-1x1024-r8", "qwen2.5-0.5b-1x32768-r64-gc", "gemma3-1b-4x2048-r64-drop0.05"),
+    *("llama3.2-1b-1x8192-r128", "llama3.2-1b-1x32768-r16-gc", "qwen3-1.7b-8x1024-r16-4bit"),
+    *("phi3-mini-1x4096-r16", "phi3-mini-4x2048-r64-gc", "qwen3-4b-1x16384-r16-4bit-gc"),
+    *("mistral-7b-1x4096-r64-drop0.1", "llama3.1-8b-1x8192-r16", "llama3.1-8b-4x2048-r128-gc"),
+    *("llama3.1-8b-1x32768-r16-gc", "mistral-7b-2x4096-r16-4bit-gc"),
+)
+_QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6}
+_MOE = _QWEN3 | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+_OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+LARGE = {
+    "qwen3-32b": Shape("qwen3", 151936, 5120, 25600, 64, 64, 8, 40960, False, 1e6, 4096, _QWEN3),
+    "30b-a3b": Shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, False, 1e6, 4096, _MOE),
+    "8-of-30b-a3b": Shape("qwen3_moe", 151936, 2048, 6144, 8, 32, 4, 40960, False, 1e6, 4096, _MOE),
+    "gpt-oss-20b": Shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, False, 15e4, 4096, _OSS),
+}
+
+
+@cache
+def sweep():
+    text = (RESULTS / "sweep-h100-2026-11-26.json").read_text(encoding="utf-8")
+    return {point["point"]: point for point in json.loads(text)["points"]}
+
+
+def estimate(folder, shape, tokens, gpu=H100, rows=1, **options):
+    shape.config().save_pretrained(folder)
+    values = {"model_name": str(folder), "max_seq_length": tokens, "per_device_train_batch_size": rows}
+    values |= {"gradient_accumulation_steps": 1, "target_modules": list(shape.projections)}
+    if options.get("tuning") == "full":
+        values["target_modules"] = None
+    return estimate_run(changed(TrainOptions(), values | options), gpu)
+
+
+@pytest.mark.parametrize("name", SWEEP)
+def test_estimates_measured_peaks_of_adapters(name, tmp_path):
+    point = sweep()[name]
+    options = {"r": point["rank"], "lora_dropout": point["dropout"]}
+    options |= (NF4 if point["base"] == "4-bit" else {}) | (GC if point["checkpointing"] else {})
+    shape = PUBLISHED[point["shape"]]
+    run = estimate(tmp_path, shape, point["row_tokens"], rows=point["rows"], **options)
+    assert run.memory.peak / GIB == pytest.approx(point["results"]["ours"]["peak_GiB"], rel=0.1)
+
+
+@table(
+    ("shape", "tokens", "options", "measured"),
+    [  # compare.py on H100s, but for full fine-tuning: full-h200-2026-11-25, full-8b- and full-one-gpu-h100
+        (PUBLISHED["llama3.1-8b"], 8192, {"load_in_fp8": True}, 32.98),
+        (LARGE["qwen3-32b"], 4096, NF4 | GC, 20.5),
+        (LARGE["30b-a3b"], 4096, NF4 | GC | {"r": 8}, 29.5),
+        (LARGE["8-of-30b-a3b"], 4096, {}, 14.95),
+        (LARGE["gpt-oss-20b"], 4096, GC | {"r": 8, "target_modules": SEVEN[:4]}, 39.9),
+        (PUBLISHED["qwen2.5-0.5b"], 2048, FULL, 5.30),
+        (PUBLISHED["llama3.2-3b"], 8192, FULL | {"masters_on_host": True}, 24.50),
+        (PUBLISHED["llama3.1-8b"], 8192, FULL | {"optim": "adamw_8bit"}, 61.91),
+    ],
+)
+def test_estimates_measured_peaks_of_large_models(shape, tokens, options, measured, tmp_path):
+    assert estimate(tmp_path, shape, tokens, **options).memory.peak / GIB == pytest.approx(measured, rel=0.1)
