@@ -12,6 +12,7 @@ from unsloth_pack.checkpoints.atomic import claimed
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
 from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS, quieten
+from unsloth_pack.cli.estimate import show
 from unsloth_pack.cli.run_errors import check_end, check_learned, explained, say_how_to_resume
 from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.config.options import OutputOptions
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from unsloth_pack.report.callbacks import MetricsFile
     from unsloth_pack.run.data import TrainingData
+    from unsloth_pack.run.estimate import RunEstimate
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -50,17 +52,23 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load(arguments, train_parser(epilog=epilog))
     with telling_places(loaded):
         check_launcher()
+        from unsloth_pack.run.estimate import check_memory
+
         with refused_together():
             options = resolve(loaded)
             validate(options)
             quieten(show_bars=is_main_process())
             options = with_optimizer(options, device_type())
             validate_model(options)
+            estimate = check_memory(options)
+            if options.output.dry_run:
+                show(options, None if estimate is None else estimate.gpu)
+                return 0
             config, dtype = _build_config(options)  # which joins the processes
         claim = claimed(options.output.folder) if is_main_process() else nullcontext()
         with claim, children_end_with_this_process():
             raise_together(wrong_folders(options))  # again: another run may have ended there just before
-            return _run(options, config, dtype)
+            return _run(options, config, dtype, estimate)
 
 
 def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
@@ -71,7 +79,7 @@ def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
     return build_config(o.data, o.training, o.output, dtype), dtype
 
 
-def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype") -> int:
+def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", estimate: "RunEstimate | None") -> int:
     """Load, train, save and report; returns the exit code."""
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
@@ -123,7 +131,7 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype") -> int:
         [metrics, stop],
         objective,
     )
-    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype)
+    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, estimate)
     if checkpoint is None:
         report.write_data()
     advice = {"max_seq_length": o.model.max_seq_length, "quantised": o.model.load_in_4bit}

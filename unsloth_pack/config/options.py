@@ -176,6 +176,7 @@ class OutputOptions(Section):
     """What the run writes and where, and how to continue an earlier one."""
 
     output_dir: t.FilePath | None = None
+    dry_run: bool = False
     resume: bool = False
     overwrite_output_dir: bool = False
     logging_steps: t.Count = 1

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from unsloth_pack.checkpoints.loading import auto_class, find_model, load_config, weight_dtype
-from unsloth_pack.config import TrainOptions, changed
-from unsloth_pack.errors import InputError, written
+from unsloth_pack.config import TrainOptions, changed, flat
+from unsloth_pack.errors import InputError
 from unsloth_pack.memory.estimate import CONTEXT, MemoryEstimate, StepSettings, estimate_memory
 from unsloth_pack.modules import base_of
+from unsloth_pack.packing import length_report
 from unsloth_pack.patching.patch import patch_model
+from unsloth_pack.report.terminal import document_lengths
+from unsloth_pack.run.data_flags import read_documents
 from unsloth_pack.run.machine import count_processes
 from unsloth_pack.run.model import adapt
+from unsloth_pack.run.resolve import packs_in
 from unsloth_pack.training.chips import Gpu
 from unsloth_pack.training.flops import ModelFlops
 from unsloth_pack.training.trl_setup import silenced
@@ -99,30 +103,56 @@ def _build_on_meta(o: TrainOptions, dtype: torch.dtype) -> Any:
         return adapt(model, adapter, None, {}, o.training.use_gradient_checkpointing)
 
 
+def plan_updates(o: TrainOptions, estimate: RunEstimate) -> dict[str, Any]:
+    """Plan the updates of a run (None if only the end of its data tells), their tokens, and its hours.
+
+    Reads the data if the options name some that can be read as a whole; otherwise rows count as long as they
+    may be. Hours are None without updates and without a known GPU.
+    """
+    data, training, longest = o.data, o.training, o.model.max_seq_length
+    processes = count_processes()
+    rows = (training.per_device_train_batch_size or 1) * processes
+    steps, lengths = training.gradient_accumulation_steps, [longest]
+    tokens, n_rows = float(rows * longest), None
+    if (o.is_demo or "dataset" in o.given) and not data.streaming and packs_in(data.dataset) is None:
+        given = {name: value for name, value in flat(o).items() if value is not None}
+        mixture, _, _ = read_documents(given, o.model.model_name, longest)
+        lengths = document_lengths(mixture.train.rows).tolist()
+        n_rows = len(lengths)
+        if data.sample_packing:
+            n_rows = length_report(lengths, [longest], processes).forecasts[0].packs
+        tokens = sum(lengths) / n_rows * rows
+    updates = training.max_steps
+    if updates is None:
+        of_epoch = None if n_rows is None else math.ceil(n_rows / (rows * steps))
+        updates = None if of_epoch is None else math.ceil((training.num_train_epochs or 1) * of_epoch)
+    seconds = estimate.seconds(lengths, tokens / processes)
+    hours = None if seconds is None or updates is None else seconds * steps * updates / 3600
+    return {"updates": updates, "tokens_an_update": tokens * steps, "hours": hours}
+
+
 def check_memory(o: TrainOptions) -> RunEstimate | None:
     """Estimate a run on this process's GPU; None without one. Warn where it may not fit.
 
     Raises:
         InputError: its weights and the state of its optimizer alone exceed the memory.
     """
-    if not torch.cuda.is_available():
+    gpu = Gpu.here()
+    if gpu is None:
         return None
-    estimate = estimate_run(o, Gpu.here())
+    estimate = estimate_run(o, gpu)
     if o.training.deepspeed is not None:  # shards by rules of its own
         return estimate
-    assert estimate.gpu is not None
-    if estimate.memory.at_rest > estimate.gpu.memory:
-        need = f"{estimate.memory.at_rest / 2**30:.1f} GiB of weights and optimizer state"
-        raise InputError(
-            f"{o.model.model_name} needs {need}, and {estimate.gpu.name} has "
-            f"{estimate.gpu.memory / 2**30:.1f}; {remedies(o, estimate.gpu)}"
-        )
+    if estimate.memory.at_rest > gpu.memory:
+        need, has = (f"{n / 2**30:.1f} GiB" for n in (estimate.memory.at_rest, gpu.memory))
+        said = f"{o.model.model_name}: weights and optimizer take {need}, and {gpu.name} has {has}"
+        raise InputError(f"{said}; {remedy(o, gpu)}")
     if not estimate.fits:
-        logger.warning("the run may run out of memory: about %s; %s", estimate, remedies(o, estimate.gpu))
+        logger.warning("this run may not fit: it takes about %s; %s", estimate, remedy(o, gpu))
     return estimate
 
 
-def remedies(o: TrainOptions, gpu: Gpu) -> str:
+def remedy(o: TrainOptions, gpu: Gpu) -> str:
     """Name the first change, of those that change a run least, with which it is expected to fit."""
     rows = o.training.per_device_train_batch_size or 1
     half = max(64, o.model.max_seq_length // 2 // 64 * 64)
@@ -135,5 +165,6 @@ def remedies(o: TrainOptions, gpu: Gpu) -> str:
     for change in changes:
         tried |= change
         if estimate_run(changed(o, tried), gpu).fits:
-            return "give " + " ".join(f"--{name} {written(value)}" for name, value in tried.items())
+            flags = (f"--{name}" if value is True else f"--{name} {value}" for name, value in tried.items())
+            return f"give {' '.join(flags)}"
     return "use a smaller model, a larger GPU, or several with --fsdp"

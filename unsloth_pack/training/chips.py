@@ -43,12 +43,14 @@ class Gpu:
     """A GPU by its name, with its memory in bytes and the peak of its 16-bit products in FLOP/s, or None."""
 
     name: str
-    memory: float
+    memory: int
     peak: float | None
 
     @classmethod
-    def here(cls) -> "Gpu":
-        """Return the GPU of this process."""
+    def here(cls) -> "Gpu | None":
+        """Return the GPU of this process, or None."""
+        if not torch.cuda.is_available():
+            return None
         name, device = torch.cuda.get_device_name(), torch.cuda.current_device()
         return cls(name, torch.cuda.get_device_properties(device).total_memory, peak_flops(name))
 
@@ -56,7 +58,7 @@ class Gpu:
     def named(cls, name: str) -> "Gpu":
         """Return a GPU of `GPUS`."""
         device_name, gib = GPUS[name]
-        return cls(device_name, gib * 2**30, peak_flops(device_name))
+        return cls(device_name, int(gib * 2**30), peak_flops(device_name))
 
 
 @dataclass(frozen=True)
