@@ -12,7 +12,8 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,34 +23,30 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder, DecoderOutput
 from unsloth_pack.errors import LeakFound
-from unsloth_pack.modules import HOOKS, Walkable, sharded_by
+from unsloth_pack.modules import HOOKS, Walkable, attribute_set, sharded_by
 from unsloth_pack.packed_row.row import PackedRow
 
 
 @contextmanager
 def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool = False) -> Iterator[None]:
     """Put the model in one mode without its own checks, then restore everything; `dropout` drops too."""
-    modes = [(module, module.training) for module in model.modules()]
+    modules = [*model.modules()]
+    dropping = [] if dropout else [module for module in modules if isinstance(module, _DropoutNd)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     checks = ("has_checked_trained_weights", "has_checked_mask", "has_checked_boundary_labels")
     meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **dict.fromkeys(checks, True)}
-    saved = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
+    with torch.random.fork_rng(devices=sorted(cuda)), ExitStack() as stack:
+        stack.enter_context(attribute_set(modules, "training", training))
+        stack.enter_context(attribute_set(dropping, "training", False))
+        for name, value in meanwhile.items():
+            stack.enter_context(attribute_set([m for m in modules if name in vars(m)], name, value))
         try:
-            for module, _ in modes:
-                module.training = training and (dropout or not isinstance(module, _DropoutNd))
-            for attributes, name, _ in saved:
-                attributes[name] = meanwhile[name]
             for parameter, _ in gradients:
                 parameter.grad = None
             yield
         finally:
-            for module, mode in modes:
-                module.training = mode
-            for attributes, name, value in saved:
-                attributes[name] = value
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             random.setstate(python_state)
@@ -59,21 +56,15 @@ def side_effect_free_pass(model: Walkable, training: bool = True, dropout: bool 
 @contextmanager
 def bare_forward(decoder: CapturableDecoder) -> Iterator[None]:
     """Run no hook of a module, recompute no layer, and keep none of autocast's casts."""
-    saved = [
-        (vars(module), name, vars(module)[name])
-        for module in decoder.modules()
-        for name in (*HOOKS, "gradient_checkpointing")
-        if name in vars(module)
-    ]
+    modules = [*decoder.modules()]
     kind = decoder.get_input_embeddings().weight.device.type
-    try:
-        for attributes, name, _ in saved:
-            attributes[name] = OrderedDict() if name in HOOKS else False
-        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+    uncached = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
+    with uncached, ExitStack() as stack:
+        for module, name in product(modules, HOOKS):
+            stack.enter_context(attribute_set([module], name, OrderedDict()))
+        recomputing = [module for module in modules if "gradient_checkpointing" in vars(module)]
+        with attribute_set(recomputing, "gradient_checkpointing", False):
             yield
-    finally:
-        for attributes, name, value in saved:
-            attributes[name] = value
 
 
 def packed_forward(decoder: CapturableDecoder, *args: object, **options: object) -> DecoderOutput:
@@ -184,12 +175,10 @@ def record_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append((output if isinstance(output, Tensor) else output[0])[0])
 
-    hooks = [layer.register_forward_hook(record) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_hook(record))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def random_documents(lengths: Sequence[int], vocab_size: int, generator: torch.Generator) -> list[Tensor]:

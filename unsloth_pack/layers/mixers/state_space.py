@@ -8,8 +8,7 @@ through in stacks, padded on the right: no later token reaches an earlier one.
 Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +22,7 @@ from transformers import PreTrainedConfig
 from unsloth_pack.errors import first_line
 from unsloth_pack.layers.mixers.contract import Choice, Mixer, Report, Request
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules import has_hooks, is_gathered_by_module, no_compile
+from unsloth_pack.modules import attribute_set, has_hooks, is_gathered_by_module, no_compile
 from unsloth_pack.packed_row.row import PackedRow
 
 IN_ONE_ROW, BY_DOCUMENT = "kernels", "document by document"  # the two ways, for reports
@@ -179,24 +178,13 @@ class FastMamba2(FastStateLayer):
         """Run transformers' forward; in training its kernels ignore adapters and hooks of `out_proj`."""
         if not self.training or _is_plain(self.out_proj):
             return super().run_whole(hidden_states, *args, **kwargs)
-        with _set(self, training=False):  # it means nothing else in this module
+        with attribute_set([self], "training", False):  # it means nothing else in this module
             return super().run_whole(hidden_states, *args, **kwargs)
 
     def run_stack(self, hidden_SLC: Tensor) -> Tensor:
         """Run a stack in short chunks, which change time and memory in torch, but not the result."""
-        with _set(self, chunk_size=min(self.chunk_size, _CHUNK)):
+        with attribute_set([self], "chunk_size", min(self.chunk_size, _CHUNK)):
             return super().run_stack(hidden_SLC)
-
-
-@contextmanager
-def _set(module: nn.Module, **attributes: object) -> Iterator[None]:
-    """Set these attributes of a module meanwhile."""
-    before = {name: vars(module)[name] for name in attributes}
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
 
 
 def _is_plain(linear: nn.Module) -> bool:
