@@ -9,7 +9,7 @@ from transformers import GPT2Config
 from unsloth_pack.cli import main
 
 
-def test_a_line_a_verdict_and_a_table(model, data, capsys):
+def test_a_line_for_each_verdict_with_what_was_found(model, data, capsys):
     assert main(["verify", "--model_name", model, "--dataset", data, "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("\npassed  ") == 16

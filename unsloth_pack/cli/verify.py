@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from unsloth_pack.config import Parser
 from unsloth_pack.report.terminal import LastingConsole
@@ -16,15 +15,13 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from unsloth_pack.verification import VerifyReport
-
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
 _LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print every verdict and a table of what was measured; with `--json` all of it as JSON.
+    """Print every verdict with what was measured; with `--json` all of it as JSON.
 
     Returns:
         0 where every check passed, 1 where one failed.
@@ -50,15 +47,13 @@ def run(arguments: Sequence[str]) -> int:
             seed=seed,
             progress=lambda step: status.update(f"verifying: {step}"),
         )
-    console = LastingConsole()
     if flags.get("json"):
         values = {"passed": report.passed, **asdict(report)}
         for check in values["checks"]:
             check["value"] = check["value"] if math.isfinite(check["value"]) else None  # which JSON has
-        console.show_json(values)
+        LastingConsole().show_json(values)
     else:
-        console.out(report, highlight=False)
-        console.print(_table(report))
+        LastingConsole().out(report, highlight=False)
     return 0 if report.passed else 1
 
 
@@ -116,13 +111,3 @@ def _documents(flags: Mapping[str, Any], room: int) -> list[list[int]]:
         if sum(map(len, documents)) + len(ids) <= room:
             documents.append(list(ids))
     return documents
-
-
-def _table(report: "VerifyReport") -> Table:
-    n_failed = sum(not check.passed for check in report.checks)
-    verdict = f"{n_failed} of {len(report.checks)} checks failed" if n_failed else "all checks passed"
-    table = Table("check", "found", "allowed", "verdict", title=verdict, title_justify="left")
-    for check in report.checks:
-        shown = "passed" if check.passed else "[red]FAILED[/]"
-        table.add_row(check.name, f"{check.value:.2g}", f"{check.allowed:.2g}", shown)
-    return table

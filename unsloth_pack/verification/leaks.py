@@ -55,7 +55,8 @@ class Check:
         return cls(name, value, allowed, detail, value <= allowed)  # NaN never passes
 
     def __str__(self) -> str:
-        return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.detail}"
+        measured = f"found {self.value:.2g}, allowed {self.allowed:.2g}"
+        return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.detail} ({measured})"
 
 
 @torch.inference_mode(False)

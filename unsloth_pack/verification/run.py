@@ -41,7 +41,9 @@ class VerifyReport:
         checkpointing = "on" if self.checkpointing else "off"
         lengths = ", ".join(map(str, self.lengths))
         head = f"{model}, checkpointing {checkpointing}; documents of {lengths} tokens"
-        return "\n".join([head, *map(str, self.checks)])
+        n_failed = sum(not check.passed for check in self.checks)
+        verdict = f"{n_failed} of {len(self.checks)} checks failed" if n_failed else "all checks passed"
+        return "\n".join([head, *map(str, self.checks), verdict])
 
 
 @torch.inference_mode(False)
