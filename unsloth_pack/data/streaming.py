@@ -105,14 +105,6 @@ def _unreadable(chosen: range) -> datasets.Dataset:
     raise AssertionError("the block that ends a pass has no rows")
 
 
-def first_columns(source: RowSource) -> list[str]:
-    """The columns of the first rows of a source; none where it has no rows."""
-    for block in source.one_pass(Place()):
-        names: list[str] = block.read(range(block.n_rows)).column_names
-        return names
-    return []
-
-
 class FileRows:
     """The rows of files, one after another; the names of files are relative to `root`."""
 

@@ -16,7 +16,7 @@ from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
 from unsloth_pack.data.preferences import preferences_of
 from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.sources import ChosenRows, DataSet
-from unsloth_pack.data.streaming import Place, RowSource, first_columns
+from unsloth_pack.data.streaming import Place, RowSource
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images
@@ -153,7 +153,7 @@ def open_training_data(data: DataOptions, seed: int) -> tuple[list[DataSet], Row
     for data_set in training_sets(data):
         source = data_set.open()
         if data_set.columns:
-            names = first_columns(source)
+            names = [name for rows in first_of_stream(source) for name in rows.column_names]
             if data_set.shares_columns:
                 sharing[data_set.name] = names
             data_set = data_set.for_rows_with(names)

@@ -154,9 +154,7 @@ class RolloutStream:
     def _look_at_first_prompts(self) -> tuple[TokenLedger, str]:
         tally, hashes = SpanCounts(), RowHashes()
         for part in self._source.parts:
-            block = next((block for block in part.one_pass(Place()) if block.n_rows), None)
-            if block is None:
-                raise InputError(f"{part.name}: 0 rows; give a dataset with at least one")
+            block = next(block for block in endless(part, Place()) if block.n_rows)
             _, prompts = self._prompts(block, range(min(block.n_rows, _FIRST_PROMPTS)))
             documents = [(prompt, [IGNORE_INDEX] * len(prompt), [0.0] * len(prompt)) for prompt in prompts]
             tally += _tally(documents)
