@@ -18,7 +18,9 @@ DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 PLACES = tuple(
     ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
 )  # where a path in backticks may begin
-OF_OTHERS = {"--shutdown-timeout", "--max-lora-rank", "--arch"}  # flags of torchrun, vLLM and the grid
+OF_OTHERS = {  # flags of torchrun, vLLM and the grid
+    *("--shutdown-timeout", "--max-lora-rank", "--enable-mixed-moe-lora-format", "--arch"),
+}
 each_document = table("document", DOCUMENTS, ids=lambda path: path.name)
 
 

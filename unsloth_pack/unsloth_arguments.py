@@ -140,8 +140,8 @@ def save_pretrained_merged(
 
     Args:
         save_directory, tokenizer, save_method, state_dict: as in
-            `unsloth_pack.checkpoints.saving.save_pretrained_merged`. `save_method` is "merged_16bit", or
-            "lora" for the adapter alone.
+            `unsloth_pack.checkpoints.saving.save_pretrained_merged`. `save_method` is "merged_16bit",
+            "lora" for the adapter alone, or "lora_vllm" for the adapter as vLLM reads it.
         others: Unsloth's further arguments; those that would change the result are refused.
 
     Raises:

@@ -25,7 +25,8 @@ CARD = "README.md"
 MERGED_BASE = "base"  # folder of a run: its base model, into which the adapter of another was merged
 SAVED_BY = {"saved_by": "unsloth_pack"}  # in the header or the index of merged weights
 
-ADAPTER = {ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"}
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin"}
 TOKENIZER = {  # what transformers' tokenizers write, and read again
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import ModelCard, split_torch_state_dict_into_shards
@@ -36,6 +36,7 @@ from unsloth_pack.checkpoints.names import (
     replaced_by_a_model,
     replaced_by_an_adapter,
 )
+from unsloth_pack.checkpoints.vllm_adapter import save_vllm_adapter
 from unsloth_pack.errors import InputError
 from unsloth_pack.modules import base_of
 
@@ -70,7 +71,7 @@ def write_weights(
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-SaveMethod = Literal["merged_16bit", "lora"]
+SaveMethod = Literal["merged_16bit", "lora", "lora_vllm"]
 _USE_CACHE = "use_cache_as_loaded"  # attributes of the base model
 _VOCABULARY = "vocabulary_as_loaded"
 
@@ -93,13 +94,14 @@ def save_pretrained_merged(
         save_method: "merged_16bit" merges the active adapters of any type into the (dequantised) base weights
             in float32 and saves them in the model's 16-bit type, bfloat16 if it has none. Adapters that
             PEFT's `merge_adapter` has merged are saved as they were merged. "lora" saves the adapter as PEFT
-            does.
+            does, "lora_vllm" as vLLM and SGLang serve it: an adapter on experts by the layers of each expert.
         state_dict: the weights for "lora" to save, where the model holds only shards of them.
 
     Raises:
-        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled or cannot
-            be merged; a merged weight that is not finite; a folder that cannot be written to, or that holds
-            the base model of the adapter, a model that this function has not saved, or the adapter of a run.
+        InputError: an unknown `save_method`; no adapter to save; an adapter that is disabled or cannot be
+            merged, or that vLLM cannot serve; a merged weight that is not finite; a folder that cannot be
+            written to, or that holds the base model of the adapter, a model that this function has not
+            saved, or the adapter of a run.
     """
     check_save_method(model, save_method)
     if not str(save_directory).strip():
@@ -108,7 +110,7 @@ def save_pretrained_merged(
     base = str(base_of(model).name_or_path)
     if isinstance(model, PeftModel) and target.is_dir() and os.path.isdir(base) and target.samefile(base):
         raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
-    if save_method == "lora":
+    if save_method != "merged_16bit":
         last, replaces = ADAPTER_CONFIG, replaced_by_an_adapter(target, with_tokenizer)
     else:
         last, replaces = MODEL_CONFIG, replaced_by_a_model(target, with_tokenizer)
@@ -118,6 +120,9 @@ def save_pretrained_merged(
             model.save_pretrained(str(folder), state_dict=state_dict)
             if os.path.lexists(target / CARD):
                 (folder / CARD).unlink(missing_ok=True)
+        elif save_method == "lora_vllm":
+            assert isinstance(model, PeftModel)
+            save_vllm_adapter(model, folder)
         else:
             dtype = base_of(model).dtype
             is_of_16_bits = dtype in (torch.bfloat16, torch.float16)
@@ -128,10 +133,10 @@ def save_pretrained_merged(
 
 def check_save_method(model: nn.Module, save_method: str) -> None:
     """Refuse a `save_method` that does not exist, or that a model has no adapter for."""
-    if save_method not in ("merged_16bit", "lora"):
-        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
-    if save_method == "lora" and not isinstance(model, PeftModel):
-        raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
+    if save_method not in get_args(SaveMethod):
+        raise InputError(f"save_method is {save_method!r}; choose one of {', '.join(get_args(SaveMethod))}")
+    if save_method != "merged_16bit" and not isinstance(model, PeftModel):
+        raise InputError(f"save_method is {save_method!r} but the model has no adapter; use 'merged_16bit'")
 
 
 def save_in_own_dtype(

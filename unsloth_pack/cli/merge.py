@@ -1,9 +1,11 @@
 """`unsloth-pack merge`: merge an adapter into its base model's weights, for use without this package."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
+from unsloth_pack.checkpoints.vllm_compat import note_on_rank
 from unsloth_pack.config import Parser
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
@@ -49,6 +51,10 @@ def run(arguments: Sequence[str]) -> int:
     model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
     used = next((f", with {name}" for name in LOADED_IN if loading.get(name)), "")
     print(printable(f"saved {source} as {method}{used} in {target}"))
+    if method == "lora_vllm":
+        config = json.loads((target / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if note := note_on_rank(config):
+            print(note)
     return 0
 
 
@@ -56,7 +62,10 @@ def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
     parser.add_option("model_name", "folder of the adapter; has to be given")
     parser.add_option("save_path", "folder to save in; new, or empty; has to be given")
-    parser.add_option("save_method", "what is saved; lora is the adapter alone (default: merged_16bit)")
+    parser.add_option(
+        "save_method",
+        "what is saved; lora is the adapter alone, lora_vllm that for vLLM (default: merged_16bit)",
+    )
     for name, kind in (("load_in_4bit", "NF4"), ("load_in_8bit", "int8"), ("load_in_fp8", "fp8")):
         default = "(default: as the run was trained, else false)"
         parser.add_option(name, f"merge into the weights as {kind} holds them {default}")

@@ -184,7 +184,7 @@ class OutputOptions(Section):
     save_delay_steps: t.CountFrom0 | None = None
     report_to: str = "none"
     save_model: bool = False
-    save_method: Literal["merged_16bit", "lora"] = "merged_16bit"
+    save_method: Literal["merged_16bit", "lora", "lora_vllm"] = "merged_16bit"
     save_path: t.FilePath | None = None
     push_to_hub: t.Repository | None = None
     config: t.FilePath | None = None

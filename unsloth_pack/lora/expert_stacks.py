@@ -280,12 +280,13 @@ def why_adapter_not_fused(wrapper: PeftStack) -> str | None:
             return "FSDP2 gathers its factors by themselves"
         if has_hooks(lora_a, lora_b):
             return "hooks inside"
-        if not _is_in_known_layout(wrapper, lora_a.weight, lora_b.weight):
+        if not is_in_known_layout(wrapper, lora_a.weight, lora_b.weight):
             return "its factors have another layout than in PEFT 0.21"
     return None
 
 
-def _is_in_known_layout(wrapper: PeftStack, lora_a: Tensor, lora_b: Tensor) -> bool:
+def is_in_known_layout(wrapper: PeftStack, lora_a: Tensor, lora_b: Tensor) -> bool:
+    """True if an adapter's factors are those of PEFT 0.21: A expert-major, B expert-minor."""
     experts: Any = wrapper.get_base_layer()
     stack = get_stored_stack(experts, wrapper.parameter_name)
     if stack is None:
