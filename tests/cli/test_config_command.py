@@ -52,7 +52,13 @@ def test_show_says_where_every_value_comes_from(said):
     assert seen["max_steps"] == ("400", "follows from other options")
     assert seen["optim"] == ("null", "default: adamw_torch; on CUDA its fused form")
     assert seen["output_dir"] == ("null", "default: outputs/<model>-<dataset>-<time>-<4 random digits>")
-    every = flat(read_options([])).keys() - {"config", "resume", "overwrite_output_dir", "loftq_config"}
+    every = flat(read_options([])).keys() - {
+        "config",
+        "dry_run",
+        "resume",
+        "overwrite_output_dir",
+        "loftq_config",
+    }
     assert seen.keys() == every | {"loftq_bits", "loftq_iter"}
 
 

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from unsloth_pack.run.estimate import RunEstimate
     from unsloth_pack.training.chips import Gpu
 
-_SHARES = ("weights", "trained", "moments", "gradients", "activations", "loss")
+_SHARES = {  # of the memory
+    "weights": "frozen weights",
+    "trained": "trained weights",
+    "moments": "optimizer",
+    "gradients": "gradients",
+    "activations": "activations",
+    "loss": "loss",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -57,7 +64,7 @@ def show(o: TrainOptions, gpu: "Gpu | None", as_json: bool = False) -> None:
 
 def _lines(estimate: "RunEstimate", plan: dict[str, Any], advice: str | None) -> list[Line]:
     memory, gpu, gib = estimate.memory, estimate.gpu, 2**30
-    lines = [(name, f"{getattr(memory, name) / gib:.2f} GiB") for name in _SHARES]
+    lines = [(label, f"{getattr(memory, name) / gib:.2f} GiB") for name, label in _SHARES.items()]
     at = f"about {memory.peak / gib:.1f} GiB at {estimate.tokens:,} tokens a micro-batch"
     lines.append(("peak", at if gpu is None else f"{at}, of {gpu.memory / gib:.1f} on {gpu.name}"))
     if gpu is not None:

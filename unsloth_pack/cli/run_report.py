@@ -43,7 +43,6 @@ from unsloth_pack.report.terminal import (
     print_summary,
 )
 from unsloth_pack.run.data import PreparedRows, TrainingData
-from unsloth_pack.run.estimate import RunEstimate
 from unsloth_pack.run.images import ImagePreparation
 from unsloth_pack.run.machine import is_main_process
 from unsloth_pack.training.nonfinite import NonFinite
@@ -90,7 +89,7 @@ class RunReport:
     options: DataOptions
     training: TrainingOptions
     dtype: torch.dtype
-    estimate: RunEstimate | None = None  # on a GPU
+    memory: str | None = None  # what the run is expected to take of a GPU's
 
     def __post_init__(self) -> None:
         packs, rows = self.data.train.packs, self.data.train.rows
@@ -158,8 +157,8 @@ class RunReport:
             held_out = ", held out of the data" if ledger.rows_held_out else ""
             read = f"{counts.rows_read:,} rows, {counts.tokens_read:,} tokens{held_out}"
             lines.append(("evaluation", read))
-        if self.estimate is not None:
-            lines.append(("memory", f"about {self.estimate}"))
+        if self.memory is not None:
+            lines.append(("memory", self.memory))
         lines.append(("plan", f"{updates:,} updates, {self._describe_optimizer()}"))
         if sampler is not None and config.world_size > 1:
             lines.append(("ranks", str(sampler.spread())))

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from unsloth_pack.report.callbacks import MetricsFile
     from unsloth_pack.run.data import TrainingData
-    from unsloth_pack.run.estimate import RunEstimate
     from unsloth_pack.training.trainer import RunTrainer
 
 
@@ -68,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         claim = claimed(options.output.folder) if is_main_process() else nullcontext()
         with claim, children_end_with_this_process():
             raise_together(wrong_folders(options))  # again: another run may have ended there just before
-            return _run(options, config, dtype, estimate)
+            memory = None if estimate is None else f"about {estimate}"
+            return _run(options, config, dtype, memory)
 
 
 def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
@@ -79,8 +79,8 @@ def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
     return build_config(o.data, o.training, o.output, dtype), dtype
 
 
-def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", estimate: "RunEstimate | None") -> int:
-    """Load, train, save and report; returns the exit code."""
+def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str | None) -> int:
+    """Load, train, save and report; returns the exit code. `memory` is what is expected of a GPU's."""
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
     from unsloth_pack.run.data import build_data
@@ -131,7 +131,7 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", estimate: "
         [metrics, stop],
         objective,
     )
-    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, estimate)
+    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, memory)
     if checkpoint is None:
         report.write_data()
     advice = {"max_seq_length": o.model.max_seq_length, "quantised": o.model.load_in_4bit}

@@ -29,7 +29,10 @@ from unsloth_pack.modules import base_of
 CONTEXT = 2**29  # bytes of CUDA's own, beside torch's
 # Bytes of a weight with its scales; those of NF4 are in 8 bits, for 64 weights each
 _QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / 2**14, "int8": 1.0, "fp8": 1.0}
-_MOMENTS = {"lion": 1, "ademamix": 3, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0}  # others: two
+_MOMENTS = {  # the first name that an optimizer's contains; others have two
+    "galore": 0, "apollo": 0, "lomo": 0, "sgd": 0, "adafactor": 0,
+    "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3,
+}  # fmt: skip
 _LAUNCHES_LONGER = 5 * 10**11  # products of an MLP in a pass: with fewer, as with experts, steps are captured
 # Times the gradients are there: in an update, which joins them; in the backward pass of a captured step, with
 # those of its graph and of the step before

@@ -76,7 +76,9 @@ def estimate_run(o: TrainOptions, gpu: Gpu | None) -> RunEstimate:
     default = None if is_full or gpu is None else "bfloat16"  # whatever GPU is here
     dtype = weight_dtype(o.model.dtype or default, is_full)
     model = _build_on_meta(o, dtype)
-    quantised = {"nf4": o.model.load_in_4bit, "int8": o.model.load_in_8bit, "fp8": o.model.load_in_fp8}
+    is_stored_quantised = getattr(model.config, "quantization_config", None) is not None
+    quantised = {"int8": o.model.load_in_8bit, "fp8": o.model.load_in_fp8}
+    quantised["nf4"] = o.model.load_in_4bit or is_stored_quantised  # at least
     step = StepSettings(
         tokens=(training.per_device_train_batch_size or 1) * o.model.max_seq_length,
         dtype=dtype,

@@ -41,7 +41,7 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 # output_dir and save_path are left out, because a second run needs folders of its own.
 """
 _OF_ONE_RUN = ("output_dir", "save_path")
-_FOR_THE_COMMAND_LINE = ("config", "resume", "overwrite_output_dir")
+_FOR_THE_COMMAND_LINE = ("config", "dry_run", "resume", "overwrite_output_dir")
 _MAY_BE_FILES = (*SOURCES, "fsdp", "deepspeed")
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
 _RUN_FILES = (METRICS, *sorted(ADAPTER))

@@ -1,0 +1,87 @@
+"""`estimate`, `train --dry_run`, and what a run on a GPU says of its memory before it loads weights."""
+
+import json
+
+import pytest
+from tiny import tiny_config
+
+from unsloth_pack.cli import main
+from unsloth_pack.training.chips import Gpu
+
+GIB = 2**30
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """The folder of a model of 1.2 billion parameters that has no weights and no tokenizer."""
+    tiny_config("llama", **LARGE).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Runs of this process believe to be on a GPU with so many GiB."""
+    return lambda gib: monkeypatch.setattr(Gpu, "here", lambda: Gpu("Test", int(gib * GIB), 1e12))
+
+
+def estimated(capsys, *flags):
+    assert main(["estimate", "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_config_is_enough(config_only, capsys):
+    flags = ["--model_name", config_only, "--max_seq_length", "256", "--packing", "--max_steps", "10"]
+    whole = estimated(capsys, *flags, "--gpu", "h100")
+    in_4_bits = estimated(capsys, *flags, "--gpu", "h100", "--load_in_4bit")
+    assert whole["fits"]
+    assert whole["updates"] == 10
+    assert 0.25 < in_4_bits["bytes"]["weights"] / whole["bytes"]["weights"] < 0.27
+    slower = estimated(capsys, *flags, "--gpu", "t4")
+    assert slower["hours"] > 2 * whole["hours"] > 0
+
+
+def test_the_data_decide_the_number_of_updates(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three four"}\n' * 60)
+    flags = ["--dataset", str(tmp_path / "rows.jsonl"), "--num_train_epochs", "2", "--gpu", "l4"]
+    plain = estimated(capsys, *flags, "--per_device_train_batch_size", "3")
+    assert plain["updates"] == 2 * 60 / 3 / 4
+    packed = estimated(capsys, *flags, "--packing", "--max_seq_length", "256")
+    assert packed["updates"] < plain["updates"]
+    assert packed["tokens_an_update"] > plain["tokens_an_update"]
+
+
+def test_an_unknown_gpu(config_only, capsys):
+    assert main(["estimate", "--model_name", config_only, "--gpu", "h1000"]) == 2
+    assert "gpu is 'h1000'; give one of b200, h200" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_says_what_would(config_only, capsys):
+    flags = ["--model_name", config_only, "--max_seq_length", "256", "--per_device_train_batch_size", "512"]
+    said = estimated(capsys, *flags, "--gpu", "t4")
+    assert not said["fits"]
+    remedy = said["remedy"].removeprefix("give ").split()
+    assert estimated(capsys, *flags, "--gpu", "t4", *remedy)["fits"]
+
+
+def test_a_run_is_refused_before_its_weights_are_loaded(config_only, on_gpu, tmp_path, capsys):
+    on_gpu(0.5)
+    flags = ["--model_name", config_only, "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, "--max_seq_length", "256"]) == 2
+    said = capsys.readouterr().err
+    assert "weights and optimizer take 2.0 GiB" in said
+    assert "and Test has 0.5 GiB; " in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_warned_and_goes_on(on_gpu, tmp_path, capsys, caplog):
+    on_gpu(0.01)
+    assert main(["--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
+    assert "this run may not fit: it takes about" in caplog.text
+    assert "of 0.0 GiB on Test at" in capsys.readouterr().out  # in the banner
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    assert main(["--dry_run", "--output_dir", str(tmp_path / "out")]) == 0
+    assert "updates of" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
