@@ -82,6 +82,6 @@ def test_a_run_is_warned_and_goes_on(on_gpu, tmp_path, capsys, caplog):
 
 
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
-    assert main(["--dry_run", "--output_dir", str(tmp_path / "out")]) == 0
+    assert main(["--dry_run", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
     assert "updates of" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
