@@ -60,7 +60,7 @@ def test_estimates_measured_peaks_of_adapters(name, tmp_path):
     options |= (NF4 if point["base"] == "4-bit" else {}) | (GC if point["checkpointing"] else {})
     shape = PUBLISHED[point["shape"]]
     run = estimate(tmp_path, shape, point["row_tokens"], rows=point["rows"], **options)
-    near = 0.1 if point["checkpointing"] else 0.04  # its inputs wait for the copy to the host
+    near = 0.1 if point["checkpointing"] else 0.04  # less is known of recomputed layers
     assert run.memory.peak / GIB == pytest.approx(point["results"]["ours"]["peak_GiB"], rel=near)
 
 

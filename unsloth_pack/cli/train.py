@@ -61,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
             validate_model(options)
             estimate = check_memory(options)
             if options.output.dry_run:
-                show(options, None if estimate is None else estimate.gpu)
+                if is_main_process():
+                    show(options, None if estimate is None else estimate.gpu)
                 return 0
             config, dtype = _build_config(options)  # which joins the processes
         claim = claimed(options.output.folder) if is_main_process() else nullcontext()

@@ -100,7 +100,9 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
     gradients = trained
     free = memory - CONTEXT - weights - trained - moments
     sizes = [LayerSizes.measure(layer, base.get_decoder().config) for layer in layers]
-    moments_of_step = _Peaks(step, sizes, base.get_output_embeddings() or embeddings, gradients, free)
+    moments_of_step = _Peaks(
+        step, sizes, base.get_output_embeddings() or embeddings, gradients, free, base is not model
+    )
     n_recomputed = 0 if step.checkpointing in (False, "auto") else len(layers)
     activations, peak = moments_of_step.find(n_recomputed)
     while step.checkpointing == "auto" and peak > USABLE * free and n_recomputed < len(layers):
@@ -121,7 +123,15 @@ def _list_quantised(layers: nn.Module) -> set[int]:
 class _Peaks:
     """The moments of a step at which most memory is in use."""
 
-    def __init__(self, step: StepSettings, sizes: list[LayerSizes], head: Any, gradients: float, free: float):
+    def __init__(
+        self,
+        step: StepSettings,
+        sizes: list[LayerSizes],
+        head: Any,
+        gradients: float,
+        free: float,
+        is_adapter: bool,
+    ):
         self._step, self._sizes, self._gradients = step, sizes, gradients
         self._width, tokens, hidden = step.dtype.itemsize, step.tokens, sizes[0].hidden
         self._plan = GateAndUpPlan([size.gate_and_up // 2 for size in sizes])
@@ -133,7 +143,9 @@ class _Peaks:
         self._adapter = sum(size.adapter for size in sizes) * self._width
         products = tokens * max(size.dense for size in sizes)
         is_captured = any(size.expert_rows for size in sizes) or products < _LAUNCHES_LONGER
-        self._copies = _CAPTURED if is_captured and not head.weight.requires_grad else 1
+        self._in_backward = _CAPTURED if is_captured and is_adapter else 1
+        joins = is_adapter and step.optimizer == "adamw_torch_fused" and step.shards == 1
+        self._in_update = _JOINED if joins else 1
 
     def find(self, n_recomputed: int) -> tuple[float, float]:
         """Return the bytes of the activations, and of the most beside weights and moments."""
@@ -144,8 +156,8 @@ class _Peaks:
         kept += inputs * (min(1, n_recomputed) if self._is_offloaded else n_recomputed)
         last_layer = self._backward(last, n_recomputed == n)
         first_layer = self._backward(first, n_recomputed > 0) + (0 if n_recomputed else self._kept(0))
-        backward = max(kept + last_layer, self._copies * self._gradients + first_layer)
-        return kept, max(kept + self.loss, backward, _JOINED * self._gradients)
+        backward = max(kept + last_layer, self._in_backward * self._gradients + first_layer)
+        return kept, max(kept + self.loss, backward, self._in_update * self._gradients)
 
     @property
     def _is_offloaded(self) -> bool:

@@ -17,7 +17,7 @@ from unsloth_pack.packing import length_report
 from unsloth_pack.patching.patch import patch_model
 from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.run.data_flags import read_documents
-from unsloth_pack.run.machine import count_processes
+from unsloth_pack.run.machine import count_processes, is_main_process
 from unsloth_pack.run.model import adapt
 from unsloth_pack.run.resolve import packs_in
 from unsloth_pack.training.chips import Gpu
@@ -149,7 +149,7 @@ def check_memory(o: TrainOptions) -> RunEstimate | None:
         need, has = (f"{n / 2**30:.1f} GiB" for n in (estimate.memory.at_rest, gpu.memory))
         said = f"{o.model.model_name}: weights and optimizer take {need}, and {gpu.name} has {has}"
         raise InputError(f"{said}; {remedy(o, gpu)}")
-    if not estimate.fits:
+    if not estimate.fits and is_main_process():
         logger.warning("this run may not fit: it takes about %s; %s", estimate, remedy(o, gpu))
     return estimate
 
