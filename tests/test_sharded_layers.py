@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from warm import in_two_processes
 
-from unsloth_pack import FastLanguageModel
+from unsloth_pack import FastLanguageModel, supported_architectures
 from unsloth_pack.errors import InputError
 
 SAVED = {"modules_to_save": ["input_layernorm", "o_proj"], "target_modules": ["qkv_proj"]}
@@ -47,9 +47,9 @@ def step(model):
     return gradients | {"loss": loss.detach()}
 
 
-def same(rank, folders):
+def same(rank, folders, cases):
     torch.set_num_threads(1)
-    for folder, (_, arguments, adapter) in zip(folders, CASES, strict=True):
+    for folder, (_, arguments, adapter) in zip(folders, cases, strict=True):
         whole, cut = (loaded(folder, sharded, arguments) for sharded in (False, True))
         layers = cut.get_decoder().layers
         assert all(isinstance(weight, DTensor) == (weight.dim() > 1) for weight in layers.parameters())
@@ -74,7 +74,15 @@ def same(rank, folders):
 
 def test_layers_in_parts_make_the_step_of_whole_ones(tmp_path):
     folders = [str(save_model(tmp_path / f"{n}-{arch}", arch)) for n, (arch, *_) in enumerate(CASES)]
-    in_two_processes(same, folders)
+    in_two_processes(same, folders, CASES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arguments", [{}, {"load_in_4bit": True}], ids=["float32", "nf4"])
+def test_every_architecture_in_parts_makes_the_step_of_a_whole_one(arguments, tmp_path):
+    """To the bit; the grid judges that of a whole one against float64."""
+    cases = [(arch, arguments, {}) for arch in supported_architectures()]
+    in_two_processes(same, [str(save_model(tmp_path / arch, arch)) for arch, *_ in cases], cases)
 
 
 def measured(rank, folder, share):
