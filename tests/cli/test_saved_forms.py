@@ -17,6 +17,14 @@ def test_the_adapter_alone(train, tmp_path):
         assert "model.safetensors" not in names
 
 
+def test_the_adapter_for_vllm(train, tmp_path, capsys):
+    assert train(r=24, max_steps=1) == 0
+    command = ["merge", "--model_name", "out", "--save_path", "served", "--save_method", "lora_vllm"]
+    assert main(command) == 0
+    assert "needs --max-lora-rank 32" in capsys.readouterr().out.splitlines()[-1]
+    assert {path.name for path in (tmp_path / "served").iterdir()} >= ADAPTER
+
+
 def test_how_an_answer_is_generated(model, monkeypatch):
     calls = []
     monkeypatch.setattr(GenerationMixin, "generate", lambda self, *_, **options: calls.append(options))

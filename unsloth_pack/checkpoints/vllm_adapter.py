@@ -6,7 +6,8 @@ weights, and PEFT adapts a stack by factors that hold those of all experts.
 
 import copy
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _READ_AS_STACKS = (
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")  # the first two: with a gate, and without
 # A `[r, inputs]` and B `[outputs, r]` of a layer, or `[E, r, inputs]` and `[E, outputs, r]` of a stack
 _Factors = tuple[Tensor, Tensor]
+_Conversion = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 @torch.no_grad()
@@ -54,9 +56,13 @@ def save_vllm_adapter(model: PeftModel, folder: Path) -> None:
     factors = _read_factors(base, active[0])
     rank = max((a.shape[-2] for a, _ in factors.values()), default=1)
     factors = {name: _fill_up(pair, rank) for name, pair in factors.items()}
-    reads_stacks = type(base).__name__ in _READ_AS_STACKS
-    stacks = {name: pair for name, pair in factors.items() if reads_stacks and pair[0].dim() == 3}
-    layers = _convert_names(base, {name: pair for name, pair in factors.items() if name not in stacks})
+    stacks = {name: pair for name, pair in factors.items() if pair[0].dim() == 3}
+    keeps_names = not stacks or type(base).__name__ in _READ_AS_STACKS
+    convert: _Conversion = (
+        (lambda weights: weights) if keeps_names else partial(revert_weight_conversion, base)
+    )
+    linear = {name: pair for name, pair in factors.items() if name not in stacks}
+    layers = _convert_names(linear if keeps_names else factors, convert)
     for name, (a, b) in layers.items():
         if a.dim() != 2 or len(a) != rank or b.shape[-1] != rank:
             raise InputError(not_served(f"it takes none on {name}"))
@@ -66,12 +72,13 @@ def save_vllm_adapter(model: PeftModel, folder: Path) -> None:
     config.r, config.lora_alpha, config.use_rslora = rank, rank, False
     config.rank_pattern, config.alpha_pattern = {}, {}
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.target_modules, config.target_parameters = _choose_targets(base, layers), None
+    config.target_modules, config.target_parameters = _choose_targets(base, layers, convert), None
     config.inference_mode = True
     if reason := why_not_served(config.to_dict()):
         raise InputError(reason)
-    config.target_parameters = sorted(stacks) or None
-    layers |= {_path_in_peft(name): _flatten(pair) for name, pair in stacks.items()}
+    if stacks and keeps_names:
+        config.target_parameters = sorted(stacks)
+        layers |= {_path_in_peft(name): _flatten(pair) for name, pair in stacks.items()}
     weights = {
         f"base_model.model.{path}.lora_{side}.weight": factor.clone(
             memory_format=torch.contiguous_format
@@ -120,7 +127,7 @@ def _fill_up(factors: _Factors, rank: int) -> _Factors:
     return F.pad(a, (0, 0, 0, rank - a.shape[-2])), F.pad(b, (0, rank - b.shape[-1]))
 
 
-def _convert_names(base: PreTrainedModel, factors: Mapping[str, _Factors]) -> dict[str, _Factors]:
+def _convert_names(factors: Mapping[str, _Factors], convert: _Conversion) -> dict[str, _Factors]:
     """Convert factors on weights of a model to factors on layers of the hub's checkpoint.
 
     transformers splits both as it splits the weights. Gate and up, which it splits by their outputs, share A.
@@ -130,14 +137,14 @@ def _convert_names(base: PreTrainedModel, factors: Mapping[str, _Factors]) -> di
         for name, (a, _) in factors.items()
     }
     of_b = {name: b for name, (_, b) in factors.items()}
-    converted = [revert_weight_conversion(base, side) for side in (of_a, of_b)]
-    return {name.removesuffix(".weight"): (a, converted[1][name]) for name, a in converted[0].items()}
+    of_a, of_b = convert(of_a), convert(of_b)
+    return {name.removesuffix(".weight"): (a, of_b[name]) for name, a in of_a.items()}
 
 
-def _choose_targets(base: PreTrainedModel, paths: Collection[str]) -> list[str]:
+def _choose_targets(base: PreTrainedModel, paths: Collection[str], convert: _Conversion) -> list[str]:
     """Choose `target_modules`: the names of layers, or their paths if others have the same name."""
-    checkpoint = revert_weight_conversion(base, expected_weights(base, base.dtype))
-    others = {name.removesuffix(".weight") for name in checkpoint} - {*paths}
+    weights = convert(expected_weights(base, base.dtype))
+    others = {name.removesuffix(".weight") for name in weights} - {*paths}
     leaves = {path.rpartition(".")[2] for path in others}
     return sorted({path if (leaf := path.rpartition(".")[2]) in leaves else leaf for path in paths})
 
