@@ -33,10 +33,7 @@ _MOMENTS = {  # the first name that an optimizer's contains; others have two
     "galore": 0, "apollo": 0, "lomo": 0, "sgd": 0, "adafactor": 0,
     "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3,
 }  # fmt: skip
-_LAUNCHES_LONGER = 5 * 10**11  # products of an MLP in a pass: with fewer, as with experts, steps are captured
-# Times the gradients are there: in an update, which joins them; in the backward pass of a captured step, with
-# those of its graph and of the step before
-_JOINED, _CAPTURED = 2, 4
+_JOINED = 2  # times the gradients are there in an update, which joins them
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,13 @@ class StepSettings:
     on_host: bool = False  # the moments
     shards: int = 1  # processes that each hold a part of the layers' weights
 
-    def moment_bytes(self, weight: nn.Parameter) -> float:
-        """Return the bytes of the optimizer's state for each element of a weight."""
+    def moment_bytes(self, width: int) -> float:
+        """Return the bytes of the optimizer's state for each element of a weight of `width` bytes."""
         if self.on_host or self.optimizer.startswith("paged"):
             return 0
         number = next((n for name, n in _MOMENTS.items() if name in self.optimizer), 2)
         bits = {"8bit": 8.25, "4bit": 4.25}  # with their scales
-        own = next((n / 8 for name, n in bits.items() if name in self.optimizer), weight.element_size())
+        own = next((n / 8 for name, n in bits.items() if name in self.optimizer), width)
         return number * own
 
 
@@ -88,12 +85,14 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
     base = base_of(model)
     layers, embeddings = base.get_decoder().layers, base.get_input_embeddings()
     quantised, in_layers = _list_quantised(layers), {id(weight) for weight in layers.parameters()}
+    is_qlora = base is not model and step.weights in ("nf4", "int8")  # TRL trains its adapter in bfloat16
     weights = trained = moments = gradients = 0.0
     for weight in model.parameters():
         own = weight.numel() / (step.shards if id(weight) in in_layers else 1)
         if weight.requires_grad:
-            trained += own * weight.element_size()
-            moments += own * step.moment_bytes(weight)
+            width = 2 if is_qlora else weight.element_size()
+            trained += own * width
+            moments += own * step.moment_bytes(width)
         else:
             is_small = step.weights and id(weight) in quantised
             weights += own * (_QUANTISED[str(step.weights)] if is_small else weight.element_size())
@@ -141,9 +140,6 @@ class _Peaks:
         # Beside the logits the hidden states, normed or not, and their gradient in float32
         self.loss = n_logits * self._width + tokens * hidden * (2 * self._width + 4) + of_head
         self._adapter = sum(size.adapter for size in sizes) * self._width
-        products = tokens * max(size.dense for size in sizes)
-        is_captured = any(size.expert_rows for size in sizes) or products < _LAUNCHES_LONGER
-        self._in_backward = _CAPTURED if is_captured and is_adapter else 1
         joins = is_adapter and step.optimizer == "adamw_torch_fused" and step.shards == 1
         self._in_update = _JOINED if joins else 1
 
@@ -156,7 +152,7 @@ class _Peaks:
         kept += inputs * (min(1, n_recomputed) if self._is_offloaded else n_recomputed)
         last_layer = self._backward(last, n_recomputed == n)
         first_layer = self._backward(first, n_recomputed > 0) + (0 if n_recomputed else self._kept(0))
-        backward = max(kept + last_layer, self._in_backward * self._gradients + first_layer)
+        backward = max(kept + last_layer, self._gradients + first_layer)
         return kept, max(kept + self.loss, backward, self._in_update * self._gradients)
 
     @property
