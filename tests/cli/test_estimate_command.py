@@ -6,6 +6,9 @@ import pytest
 from tiny import tiny_config
 
 from unsloth_pack.cli import main
+from unsloth_pack.config import TrainOptions
+from unsloth_pack.run import estimate as run_estimate
+from unsloth_pack.run.estimate import check_memory
 from unsloth_pack.training.chips import Gpu
 
 GIB = 2**30
@@ -85,3 +88,13 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert main(["--dry_run", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
     assert "updates of" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_be_built_without_weights_trains_all_the_same(on_gpu, monkeypatch):
+    def build(*_):
+        raise NotImplementedError("aten::linalg_svd on the meta device")
+
+    on_gpu(80)
+    assert check_memory(TrainOptions()) is not None
+    monkeypatch.setattr(run_estimate, "_build_on_meta", build)
+    assert check_memory(TrainOptions()) is None

@@ -40,9 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
     # No row will be packed, so that any length will do.
     loading = held_by_run(source) | {name: flags[name] for name in LOADED_IN if name in flags}
-    if not any(
-        loading.get(name) for name in LOADED_IN
-    ):  # on the CPU, weights of their type stay in the files
+    if not any(loading.get(name) for name in LOADED_IN):  # on the CPU, where weights stay in their files
         config = load_config(find_model(str(source))[0])
         loading["dtype"] = loading.get("dtype") or config.dtype or config.get_text_config().dtype
         loading["device_map"] = {"": "cpu"}

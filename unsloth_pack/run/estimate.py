@@ -134,7 +134,7 @@ def plan_updates(o: TrainOptions, estimate: RunEstimate) -> dict[str, Any]:
 
 
 def check_memory(o: TrainOptions) -> RunEstimate | None:
-    """Estimate a run on this process's GPU; None without one. Warn where it may not fit.
+    """Estimate a run on this process's GPU; None without one, or if it cannot be. Warn where it may not fit.
 
     Raises:
         InputError: its weights and the state of its optimizer alone exceed the memory.
@@ -142,7 +142,13 @@ def check_memory(o: TrainOptions) -> RunEstimate | None:
     gpu = Gpu.here()
     if gpu is None:
         return None
-    estimate = estimate_run(o, gpu)
+    try:
+        estimate = estimate_run(o, gpu)
+    except InputError:
+        raise
+    except Exception as error:  # a model that cannot be built without weights may train all the same
+        logger.debug("the run is not estimated: %s", error)
+        return None
     if o.training.deepspeed is not None:  # shards by rules of its own
         return estimate
     if estimate.memory.at_rest > gpu.memory:
