@@ -51,14 +51,14 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load(arguments, train_parser(epilog=epilog))
     with telling_places(loaded):
         check_launcher()
-        from unsloth_pack.run.estimate import check_memory
-
         with refused_together():
             options = resolve(loaded)
             validate(options)
             quieten(show_bars=is_main_process())
             options = with_optimizer(options, device_type())
             validate_model(options)
+            from unsloth_pack.run.estimate import check_memory
+
             estimate = check_memory(options)
             if options.output.dry_run:
                 if is_main_process():
