@@ -3,7 +3,7 @@
     python benchmarks/ranks.py --gpus 1,2 --mode ddp,fsdp2,zero2,zero3 [--shape S] [--rows N] [--dataset FILE]
                                [--flags FLAGS] [--json P]
 
-For 70B, whose 141 GB are written to --work within minutes: --gpus 4 --mode fsdp2,fsdp2-nf4 --shape llama70b
+For 70B, whose 141 GB are written to --work within a minute: --gpus 4 --mode fsdp2,fsdp2-nf4 --shape llama70b
 --steps 10 --cold 4 --flags=--use_gradient_checkpointing=true
 
 Each combination of a number of GPUs and a mode is a run of `cli.py` under torchrun, with --rows packed rows
@@ -140,6 +140,7 @@ def run(args: argparse.Namespace, gpus: int, mode: str, model: str, data: Path) 
     command += [str(ROOT / "cli.py"), "--sample_packing", "--overwrite_output_dir", "--no_probe"]
     command += [f"--model_name={model}", f"--dataset={data}", f"--output_dir={out}"]
     command += [f"--max_seq_length={EVERY_SHAPE[args.shape].tokens}", f"--max_steps={args.steps}"]
+    command += ["--max_token_loss=1"]  # documents of the data set may be longer than a row
     command += [
         f"--per_device_train_batch_size={args.rows}",
         "--gradient_accumulation_steps=1",

@@ -4,7 +4,9 @@
 of published models, with the positions of those models.
 """
 
+import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,6 +202,7 @@ EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS
 
 
 WRITTEN_BY_WEIGHT = ("llama70b",)  # shapes that no GPU holds
+_WRITERS = 12  # processes that write their files
 
 
 def build(name: str, work: Path, texts: list[str] | None = None, layers: int | None = None) -> str:
@@ -247,20 +250,40 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
 
 
 def _write_by_weight(model, folder: Path, device: str) -> None:
-    """Write random weights of a model without holding more than a file of them."""
+    """Write random weights of a model, several files at a time, each by a process of its own."""
+    import multiprocessing
+
     import torch
-
-    from unsloth_pack.checkpoints.saving import write_weights
-
-    def random(meta):
-        weight = torch.ones(meta.shape, dtype=meta.dtype, device=device)  # of a norm
-        return (weight if meta.dim() == 1 else weight.normal_(std=0.02)).cpu()
+    from huggingface_hub import split_torch_state_dict_into_shards
 
     folder.mkdir(parents=True, exist_ok=True)
-    expected = model.state_dict()
-    write_weights(folder, ((name, random(meta)) for name, meta in expected.items()), expected, {})
+    sizes = {name: meta.shape for name, meta in model.state_dict().items()}
+    plan = split_torch_state_dict_into_shards(
+        model.state_dict(), filename_pattern="model{suffix}.safetensors", max_shard_size="4GB"
+    )
+    n_devices = max(1, torch.cuda.device_count())
+    jobs = [
+        (str(folder / file), {name: sizes[name] for name in names}, f"{device}:{number % n_devices}")
+        for number, (file, names) in enumerate(plan.filename_to_tensors.items())
+    ]
+    with multiprocessing.get_context("spawn").Pool(min(_WRITERS, len(jobs))) as pool:
+        pool.starmap(_write_file, jobs)
+    index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+
+
+def _write_file(path: str, sizes: dict[str, Any], device: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(zlib.crc32(path.encode()))
+    weights = {}
+    for name, size in sizes.items():
+        weight = torch.ones(size, dtype=torch.bfloat16, device=device)  # of a norm
+        weights[name] = (weight if len(size) == 1 else weight.normal_(std=0.02)).cpu()
+    save_file(weights, path, {"format": "pt"})
 
 
 def versions() -> dict[str, str | None]:
