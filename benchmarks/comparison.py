@@ -118,6 +118,11 @@ class Comparison:
         speeds = [result["tok_s"] for result in results if "failed" not in result]
         return min(speeds), max(speeds)
 
+    def mfu(self, case: str, tokens_per_second: float) -> float:
+        """The share of the device's peak that the model's FLOPs of a case take."""
+        flops = self._found["model_flops"]
+        return flops["gflops_a_token"][case] * tokens_per_second / flops["peak_tflops"] / 1000
+
     def failures(self) -> list[Failure]:
         return [
             Failure(case, self._title(case), peer, result["failed"])
@@ -173,7 +178,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # docs/performance.md has all cases
 CASES_OF_README = ("pr", "pr-16k", "1.7b-2x4k", "3b", "8b", "8b-gc", "8b-q4")
 README_HEADER = (
-    "| | unsloth_pack, tokens/s | Unsloth {}, tokens/s | ratio | peak GiB of tensors, ours / Unsloth |"
+    "| | unsloth_pack, tokens/s | [MFU](docs/performance.md#how-much-of-the-chip-does-it-use) "
+    "| Unsloth {}, tokens/s | ratio | peak GiB of tensors, ours / Unsloth |"
 )
 PERFORMANCE_HEADER = "| | step, ms | tokens/s | ratio | peak GiB of tensors |"
 
@@ -181,7 +187,7 @@ PERFORMANCE_HEADER = "| | step, ms | tokens/s | ratio | peak GiB of tensors |"
 def tables(comparison: Comparison) -> dict[Path, list[str]]:
     """For each document the lines of its table beside Unsloth."""
     pairs = [pair for pair in comparison.pairs() if pair.peer == "unsloth"]
-    readme = [README_HEADER.format(comparison.version("unsloth")), "|---|---|---|---|---|"]
+    readme = [README_HEADER.format(comparison.version("unsloth")), "|---|---|---|---|---|---|"]
     performance = [PERFORMANCE_HEADER, "|---|---|---|---|---|"]
     for pair in pairs:
         ours, theirs = pair.ours, pair.theirs
@@ -189,7 +195,8 @@ def tables(comparison: Comparison) -> dict[Path, list[str]]:
         peaks = f"{ours['peak_GiB']:.2f} / {theirs['peak_GiB']:.2f}"
         if pair.case in CASES_OF_README:
             ratio = f"**{pair.speed:.2f}**{_spread(pair)}"
-            readme.append(f"| {pair.title} | {' | '.join(speeds)} | {ratio} | {peaks} |")
+            mfu = f"{comparison.mfu(pair.case, ours['tok_s']):.0%}"
+            readme.append(f"| {pair.title} | {speeds[0]} | {mfu} | {speeds[1]} | {ratio} | {peaks} |")
         steps = f"{ours['step_ms']:.1f} / {theirs['step_ms']:.1f}"
         ratio = f"{pair.speed:.2f}{_spread(pair)}"
         performance.append(f"| {pair.title} | {steps} | {' / '.join(speeds)} | {ratio} | {peaks} |")
