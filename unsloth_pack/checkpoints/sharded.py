@@ -47,7 +47,7 @@ def make_sharded_class(
                 module._parameters[name] = _cut_rows(weight, mesh)
         total: Any = None
         with ExitStack() as files:
-            stored: dict[str, Any] = {}
+            stored: dict[str, object] = {}
             for path in paths:
                 file = files.enter_context(safe_open(path, "pt"))
                 stored |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

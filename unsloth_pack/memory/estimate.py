@@ -126,7 +126,7 @@ class _Peaks:
         self,
         step: StepSettings,
         sizes: list[LayerSizes],
-        head: Any,
+        head: nn.Linear | nn.Embedding,
         gradients: float,
         free: float,
         is_adapter: bool,

@@ -11,7 +11,8 @@ and nothing else of its size. Of layers with a state the outputs of their projec
 some keep more.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -62,7 +63,8 @@ class LayerSizes(NamedTuple):
                     kept += module.out_features
                 dense += size * (usual in _GATED or usual == "down_proj")
             elif is_experts(module):
-                inner: Any = get_stored_stack(module, STACKS[0])
+                inner = get_stored_stack(module, STACKS[0])
+                assert inner is not None
                 features = inner.shape.numel() // inner.shape[0] // hidden
                 gate_and_up += chosen * features
                 expert_rows += chosen * (2 * features + 3 * hidden)
@@ -81,6 +83,6 @@ def count_chosen(config: PreTrainedConfig) -> int:
     return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
 
 
-def _usual_name(name: str, names: Any) -> str:
+def _usual_name(name: str, names: Mapping[str, str]) -> str:
     """Return what Llama calls a module that an architecture calls `name`."""
     return next((usual for usual, own in names.items() if own == name), name)

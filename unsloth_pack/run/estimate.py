@@ -164,12 +164,12 @@ def remedy(o: TrainOptions, gpu: Gpu) -> str:
     """Name the first change, of those that change a run least, with which it is expected to fit."""
     rows = o.training.per_device_train_batch_size or 1
     half = max(64, o.model.max_seq_length // 2 // 64 * 64)
-    changes: list[dict[str, Any]] = [{"use_gradient_checkpointing": "auto"}]
+    changes: list[dict[str, object]] = [{"use_gradient_checkpointing": "auto"}]
     changes += [{"per_device_train_batch_size": 1}] * (rows > 1)
     changes += [{"load_in_4bit": True}] * (o.adapter.tuning == "lora")
     changes += [{"tuning": "lora"}, {"optim": "adamw_8bit"}] * (o.adapter.tuning == "full")
     changes += [{"max_seq_length": half}]
-    tried: dict[str, Any] = {}
+    tried: dict[str, object] = {}
     for change in changes:
         tried |= change
         if estimate_run(changed(o, tried), gpu).fits:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.run.machine import count_processes
 
+_T = TypeVar("_T")
 _ENDED = "another process has ended before the training began; see its line"
 _END = 2**16  # bytes at either end of a file of weights: names and shapes, and numbers
 
@@ -80,7 +81,7 @@ def _contents_of(source: str) -> Iterator[tuple[str, object]]:
                 yield name, (size, hashlib.sha256(file.read(_END) + last).hexdigest())
 
 
-def _exchange(own: Any) -> list[Any]:
+def _exchange(own: _T) -> list[_T]:
     """Give every process what each has, by rank."""
     if count_processes() == 1:
         return [own]
