@@ -5,6 +5,7 @@ a parameter was first used, and a capture fails if that was another stream.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -120,8 +121,8 @@ class _Replayed(torch.autograd.Function):
         return None, None, *input_grads, *captured.gradients.copies()
 
 
-class StaticPass:
-    """A decoder's forward pass over a static row and static inputs.
+class StaticPass(ABC):
+    """A decoder's forward pass over a static row and static inputs, captured by a subclass.
 
     `windows` are those of the layers, for a shape with blocks.
     """
@@ -151,6 +152,11 @@ class StaticPass:
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
         self.memory = memory
+        self._capture(decoder)
+
+    @abstractmethod
+    def _capture(self, decoder: CapturableDecoder) -> None:
+        """Capture the graphs."""
 
     def _fill(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
@@ -181,19 +187,8 @@ class CapturedShape(StaticPass):
     out, call `memory.give_back`.
     """
 
-    def __init__(
-        self,
-        decoder: CapturableDecoder,
-        bucket: ShapeBucket,
-        device: torch.device,
-        memory: GraphMemory,
-        windows: Iterable[int | None] = (),
-    ):
-        super().__init__(decoder, bucket, device, memory, windows)
-        self._leaves = [*self._placeholders.get(self.parameters), *self.inputs.leaves]
-        self._capture(decoder)
-
     def _capture(self, decoder: CapturableDecoder) -> None:
+        self._leaves = [*self._placeholders.get(self.parameters), *self.inputs.leaves]
         torch.cuda.empty_cache()  # frees the memory of uncaptured steps: the graphs have a pool of their own
         grads = self._warm_up(decoder)
         # Reads row, inputs and parameters, writes `outputs`

@@ -1,13 +1,12 @@
 """Capture passes without gradients: of a teacher or reference of the same weights, and of an evaluation."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from unsloth_pack.cuda_graphs.capture import DecoderState, GraphCache, StaticPass, StepOutput
-from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
 from unsloth_pack.cuda_graphs.shapes import Embedded, ShapeBucket
 from unsloth_pack.packed_row.row import PackedRow
@@ -18,20 +17,12 @@ _MAX_STATES = 3  # of a decoder in a shape
 class ForwardPass(StaticPass):
     """The graph of a pass without gradients, as of a teacher of the same weights, or in evaluation."""
 
-    def __init__(
-        self,
-        decoder: CapturableDecoder,
-        bucket: ShapeBucket,
-        device: torch.device,
-        memory: GraphMemory,
-        windows: Iterable[int | None] = (),
-    ):
-        super().__init__(decoder, bucket, device, memory, windows)
+    def _capture(self, decoder: CapturableDecoder) -> None:
         self._state = DecoderState(decoder)
         self._graph = torch.cuda.CUDAGraph()
-        with memory.warming_up():
+        with self.memory.warming_up():
             self._forward(decoder)
-        with memory.capturing(self._graph):
+        with self.memory.capturing(self._graph):
             self._outputs = self._forward(decoder).static()
 
     def matches(self, decoder: CapturableDecoder) -> bool:

@@ -117,8 +117,8 @@ def plan_updates(o: TrainOptions, estimate: RunEstimate) -> dict[str, Any]:
     steps, lengths = training.gradient_accumulation_steps, [longest]
     tokens, n_rows = float(rows * longest), None
     if (o.is_demo or "dataset" in o.given) and not data.streaming and packs_in(data.dataset) is None:
-        given = {name: value for name, value in flat(o).items() if value is not None}
-        mixture, _, _ = read_documents(given, o.model.model_name, longest)
+        flags = {name: value for name, value in flat(o).items() if value is not None}
+        mixture, _, _ = read_documents(flags, o.model.model_name, longest)
         lengths = document_lengths(mixture.train.rows).tolist()
         n_rows = len(lengths)
         if data.sample_packing:
