@@ -94,7 +94,7 @@ def main() -> int:
         print(f"\n{name}, {shape.tokens:,} tokens")
         head = (
             f"{'kernel':<20}{'':<10}{'ms':>9}{'torch ms':>10}{'compiled':>10}{'speedup':>9}{'achieved':>16}"
-            f"{'of ceiling':>11}"
+            f"{'of ceiling':>11}{'peak MiB':>16}"
         )
         print(head)
         for subject in subjects(shape):
@@ -115,12 +115,14 @@ def print_row(row: dict[str, Any]) -> None:
     print(
         f"{row['kernel']:<20}{row['direction']:<10}{row['ms']:>9.4f}{row['torch_ms']:>10.4f}{compiled:>10}"
         f"{row['speedup']:>8.1f}x{achieved:>16}{row['percent_of_ceiling']:>10.0f}%"
+        f"{row['peak_mib']:>8.0f}{row['torch_peak_mib']:>8.0f}"
     )
 
 
 def measure(subject: Subject, ceiling: float, with_compiled: bool) -> Iterator[dict[str, Any]]:
     """The rows of a kernel: forward, and backward if it has one."""
     ours, plain = (direction_ms(subject, path) for path in (subject.ours, subject.plain))
+    peaks = [peak_mib(subject, path) for path in (subject.ours, subject.plain)]
     compiled, not_compiled = compiled_ms(subject) if with_compiled else ({}, "")
     for direction, work in zip(("forward", "backward"), subject.work, strict=True):
         if work is None:
@@ -138,6 +140,8 @@ def measure(subject: Subject, ceiling: float, with_compiled: bool) -> Iterator[d
             "achieved": achieved,
             "unit": unit_of(subject.ceiling),
             "percent_of_ceiling": 100 * achieved / ceiling,
+            "peak_mib": peaks[0],
+            "torch_peak_mib": peaks[1],
         }
 
 
@@ -161,6 +165,17 @@ def direction_ms(subject: Subject, path: Run) -> dict[str, float]:
         both = clock([partial(forward_backward, path, *each) for each in sets])
         ms["backward"] = both - ms["forward"]
     return ms
+
+
+def peak_mib(subject: Subject, path: Run) -> float:
+    """Memory of both passes beside the inputs and the gradients of the outputs, in MiB."""
+    inputs, gradients = subject.inputs()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = forward_backward(path, inputs, gradients) if subject.work[1] is not None else path(*inputs)
+    peak = torch.cuda.max_memory_allocated()
+    del found
+    return (peak - before) / 2**20
 
 
 def forward_backward(path: Run, inputs: Tensors, gradients: Tensors) -> list[Tensor]:
@@ -634,7 +649,8 @@ def scores(shape: Shape) -> Subject:
 def distillation(shape: Shape) -> Iterator[Subject]:
     """The divergence from a teacher, through two heads, or from its 64 most likely tokens.
 
-    `torch` computes chunks of rows, each again in the backward pass; where the row names it, Liger's loss.
+    `torch` computes chunks of rows, each again in the backward pass; where the row names it, Liger's loss or
+    that of TRL's `DistillationTrainer`.
     It has the teacher's whole head also where ours has stored tokens.
     """
     from unsloth_pack.kernels import LabelledRows, TeacherHead, TopLogProbs, linear_distillation
@@ -679,15 +695,21 @@ def distillation(shape: Shape) -> Iterator[Subject]:
             captured=captured,
         )
 
-    for name in ("forward_kl", "jsd"):
+    def trl(beta: float, hidden: Tensor, taught: Tensor) -> Tensor:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+        return ChunkedDivergenceFunction.apply(hidden, weight, None, taught, weight, None, beta)[0].mean()
+
+    for name, beta in (("forward_kl", 0.0), ("jsd", 0.5)):
         yield subject(f"distil, {name}", 3, partial(ours, name), partial(plain, name))
+        yield subject(f"distil, {name}, TRL", 3, partial(ours, name), partial(trl, beta), captured=False)
     if find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import LigerFusedLinearJSD
 
         liger_loss = LigerFusedLinearJSD(jsd_beta=0.5)
 
         def liger(hidden: Tensor, taught: Tensor) -> Tensor:
-            return liger_loss(hidden, weight, taught, weight)
+            return liger_loss(hidden, weight, taught, weight, None)
 
         yield subject("distil, jsd, Liger", 3, partial(ours, "jsd"), liger, captured=False)
     yield subject("distil, stored 64", 2, ours_of_stored, partial(plain, "forward_kl"))
