@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tiny import DEVICE, MIXED_LENGTHS, error, random_documents, run_packed, tiny_model
 from torch import distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_pack import modules, patch_model
 from unsloth_pack.layers import layer as fast_layer
@@ -147,3 +149,25 @@ def test_what_shards_a_model(shard, how, mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
     shard(layers, mesh)
     assert modules.sharded_by(layers) == how
+
+
+def test_a_trainer_wraps_layers_that_fsdp2_gathers_in_ddp(mesh, monkeypatch):
+    """On GPUs accelerate refuses every `DTensor` under DDP. Here one CPU passes for several of them."""
+    monkeypatch.setattr(Accelerator, "multi_device", True)
+    model = tiny_model("llama")
+    patch = patch_model(model)
+    whole = packed_step(model)
+    for layer in model.get_base_model().base_model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params={p for p in layer.parameters() if p.requires_grad})
+    parts = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, parts)
+    patch.adapt_to_sharding("FSDP2")
+    wrapped = Accelerator().prepare_model(model)
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert Accelerator().prepare_model(wrapped) is wrapped
+    patch.skip_probe()
+    loss, logits, grads = packed_step(wrapped)
+    assert_same_step((loss, logits, {name.removeprefix("module."): g for name, g in grads.items()}), whole)
+    patch.undo()
+    with pytest.raises(ValueError, match="DTensor"):
+        Accelerator().prepare_model(model)

@@ -18,8 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -29,6 +32,7 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
+from unsloth_pack.modules import sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
@@ -268,12 +272,33 @@ def flattened(trainer: Trainer, optimizer: Optimizer) -> Optimizer:
     return FlatAdamW.in_place_of(optimizer)
 
 
+def prepare_model(
+    original: Callable[..., nn.Module],
+    accelerator: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    """Wrap a model in DDP whose frozen layers FSDP2 gathers: on a GPU accelerate refuses every `DTensor`."""
+    gathers_itself = sharded_by(model) == "FSDP2" and accelerator.distributed_type != DistributedType.FSDP
+    if evaluation_mode or not gathers_itself or isinstance(model, DistributedDataParallel):
+        return original(accelerator, model, device_placement, evaluation_mode)
+    prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)
+    del prepared._is_accelerate_prepared
+    device_ids = [accelerator.device] if accelerator.device.type == "cuda" else None
+    settings = accelerator.ddp_handler.to_kwargs() if accelerator.ddp_handler else {}
+    wrapped = DistributedDataParallel(prepared, device_ids=device_ids, **settings)
+    vars(wrapped)["_is_accelerate_prepared"] = True
+    return wrapped
+
+
 _TRAINER = "transformers.trainer", "Trainer"
 _SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
 _PEFT_MODEL = "peft.peft_model", "PeftModel"
 # Our function gets the original, then the method's own arguments. It leaves unpatched models to the original.
 Method = tuple[str, str, str]  # module, class, name
 METHODS: dict[Method, Callable[..., Any]] = {
+    ("accelerate.accelerator", "Accelerator", "prepare_model"): prepare_model,
     (*_TRAINER, "create_optimizer"): create_optimizer,
     (*_TRAINER, "_clip_grad_norm"): clip_grad_norm,
     (*_SFT_TRAINER, "compute_loss"): deferred_logging.compute_loss,
