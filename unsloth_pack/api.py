@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack.checkpoints import loading
+from unsloth_pack.checkpoints.mxfp4 import hold_packed, is_in_mxfp4
 from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabulary, save_adapter
 from unsloth_pack.checkpoints.sharded import gather_layers, is_cut, make_whole
 from unsloth_pack.demo import BUNDLED_MODELS
@@ -129,6 +130,8 @@ class FastLanguageModel:
             loading.check_classifies(config)
         text_config = config.get_text_config()
         arch_spec_for(text_config.model_type)
+        if is_packed := is_in_mxfp4(config):
+            del config.quantization_config  # transformers would unpack the experts
         loading.refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         loading.check_positions(max_seq_length, model_name, text_config)
         tokenizer_source = loading.tokenizer_folder(model_name)
@@ -140,13 +143,18 @@ class FastLanguageModel:
             device_map = loading.own_device()
         if load_in_fp8 and dtype != torch.bfloat16:
             raise InputError(f"load_in_fp8=True computes in bfloat16, dtype is {dtype}; leave dtype out")
-        quantise: Callable[[nn.Module], object] = partial(_quantise, in_4bit=load_in_4bit, in_fp8=load_in_fp8)
-        for_weights["finish_layer"] = quantise if sharded else None
+
+        def finish_layers(layers: nn.Module) -> None:
+            if is_packed:
+                hold_packed(layers, dtype, full_finetuning)
+            _quantise(layers, load_in_4bit, load_in_fp8)
+
+        for_weights |= {"is_packed": is_packed, "finish_layer": finish_layers if sharded else None}
         model = loading.load_model(
             source, device_map=device_map, quantization_config=quantised, **for_weights
         )
         if not sharded:
-            quantise(model.get_decoder().layers)
+            finish_layers(model.get_decoder().layers)
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name, as a path into this package would not last. The configuration

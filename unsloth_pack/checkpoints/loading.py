@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available
 
+from unsloth_pack.checkpoints.mxfp4 import make_packed_class
 from unsloth_pack.checkpoints.names import GGUF, MODEL_CONFIG, check_model_there, is_adapter
 from unsloth_pack.checkpoints.sharded import make_sharded_class
 from unsloth_pack.demo import BUNDLED_MODELS
@@ -154,21 +155,27 @@ def load_model(
     *,
     use_safetensors: bool = True,
     is_classifier: bool = False,
+    is_packed: bool = False,
     finish_layer: Callable[[nn.Module], object] | None = None,
     **options: Any,
 ) -> Any:
     """A causal model with all of its weights, each finite and of the shape that its configuration gives.
 
     InputError where they are not. With `use_safetensors=False` pickled weights are taken too. A classifier
-    has a head for documents in place of that for tokens, which its files may lack. With `finish_layer` every
-    process keeps its part of the layers, see `make_sharded_class`.
+    has a head for documents in place of that for tokens, which its files may lack. With `is_packed` experts
+    stay as files hold them, see `make_packed_class`. With `finish_layer` every process keeps its part of the
+    layers, see `make_sharded_class`.
     """
     if os.path.isdir(source):
         check_files(source, "model", use_safetensors)
     kind: Any = AutoModelForSequenceClassification if is_classifier else auto_class(options.get("config"))
+    loads_specially = is_packed or finish_layer is not None
+    if loads_specially:
+        whole = kind = kind._model_mapping[type(options["config"])]
+    if is_packed:
+        kind = make_packed_class(kind)
     if finish_layer is not None:
-        whole = kind._model_mapping[type(options["config"])]
-        kind = make_sharded_class(whole, finish_layer)
+        kind = make_sharded_class(kind, finish_layer)
     model, found = load_with(
         kind,
         source,
@@ -184,7 +191,7 @@ def load_model(
     if missing := sorted(found["missing_keys"] - new):
         lack = f"its files lack {len(missing)} weights, {missing[0]} among them"
         raise InputError(f"cannot load {source}: {lack}; correct config.json, or download the model again")
-    if finish_layer is not None:
+    if loads_specially:
         model.__class__ = whole
     refuse_not_finite(model, f"cannot load {source}")
     if type(getattr(model, "generation_config", None)) is GenerationConfig:

@@ -42,7 +42,8 @@ def make_sharded_class(
         mesh = _make_mesh(next(iter((config.device_map or {"": "cpu"}).values())))
         waiting = [*model.get_decoder().layers]
         converts = any(isinstance(each, WeightConverter) for each in config.weight_mapping or ())
-        if not (config.is_quantized or converts):
+        is_packed = any(not weight.is_floating_point() for weight in model.parameters())
+        if not (config.is_quantized or converts or is_packed):
             for module, name, weight in _list_matrices(waiting):
                 module._parameters[name] = _cut_rows(weight, mesh)
         total: Any = None

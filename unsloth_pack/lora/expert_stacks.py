@@ -25,11 +25,13 @@ if is_bitsandbytes_available():
 
 STACKS = ("gate_up_proj", "down_proj")  # the names of the stacked parameters
 _BLOCK = 64  # elements that share a scale in NF4
+MXFP4_BLOCK = 32
 
 
 class _Dequantizer(nn.Module):
     """Dequantise a stack of a shape to a dtype, as a parametrization."""
 
+    form: str  # of the stored values
     shape: torch.Size
     dtype: torch.dtype
 
@@ -41,7 +43,7 @@ class _Dequantizer(nn.Module):
 
 
 class QuantisedStack(NamedTuple):
-    """A stack in NF4 (Dettmers et al. 2023, "QLoRA"), or in e4m3 with a scale for every row."""
+    """A stack in NF4 (Dettmers et al. 2023, "QLoRA"), in MXFP4, or in e4m3 with a scale for every row."""
 
     values: Tensor
     dequantizer: _Dequantizer
@@ -59,28 +61,53 @@ class QuantisedStack(NamedTuple):
         return self.dequantizer.dequantize(self.values, dtype)
 
 
-class _Nf4Dequantizer(_Dequantizer):
+class _FourBitDequantizer(_Dequantizer):
+    form = "NF4"
     code: Tensor
     values: Tensor
     scale_code: Tensor
     scale: Tensor
     offset: Tensor
 
-    def __init__(self, state: Any):
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, code: Tensor, scales: NestedScales, block: int):
         super().__init__()
-        self.shape, self.dtype, self.group = state.shape, state.dtype, state.state2.blocksize
-        self.register_buffer("code", state.code)
-        self.register_buffer("values", state.absmax)
-        self.register_buffer("scale_code", state.state2.code)
-        self.register_buffer("scale", state.state2.absmax)
-        self.register_buffer("offset", state.offset)
+        self.shape, self.dtype, self.block, self.group = shape, dtype, block, scales.group
+        self.register_buffer("code", code)
+        self.register_buffer("values", scales.values)
+        self.register_buffer("scale_code", scales.code)
+        self.register_buffer("scale", scales.scale)
+        self.register_buffer("offset", scales.offset)
 
     def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         scales = NestedScales(self.values, self.scale_code, self.scale, self.offset, self.group)
-        return dequantize_4bit(values.view(-1), self.code, scales, _BLOCK, dtype).view(self.shape)
+        return dequantize_4bit(values.view(-1), self.code, scales, self.block, dtype).view(self.shape)
+
+
+class Mxfp4Dequantizer(_FourBitDequantizer):
+    """Dequantise e2m1 with a power of two for 32 inputs (OCP 2023, "Microscaling Formats", section 5).
+
+    Args:
+        scales: `[E, O, I / 32]` uint8, exponents plus 127. The stack is `[E, I, O]`, a view of `[E, O, I]`.
+    """
+
+    form = "MXFP4"
+
+    def __init__(self, scales: Tensor, dtype: torch.dtype):
+        device, (n_experts, n_outputs, n_blocks) = scales.device, scales.shape
+        shape = torch.Size((n_experts, MXFP4_BLOCK * n_blocks, n_outputs))
+        code = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
+        exponents = torch.arange(256, device=device) - 127
+        one, zero = torch.ones(1, device=device), torch.zeros((), device=device)
+        nested = NestedScales(scales.view(-1), torch.ldexp(one, exponents), one, zero, scales.numel())
+        super().__init__(shape, dtype, torch.cat([code, -code]), nested, MXFP4_BLOCK)
+
+    def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        n_experts, n_inputs, n_outputs = self.shape
+        return super().dequantize(values, dtype).view(n_experts, n_outputs, n_inputs).transpose(1, 2)
 
 
 class _Fp8Dequantizer(_Dequantizer):
+    form = "fp8"
     scale: Tensor
 
     def __init__(self, shape: torch.Size, scale: Tensor, dtype: torch.dtype):
@@ -119,15 +146,22 @@ def quantise_stacks(experts: nn.Module, kind: str) -> bool:
         if kind == "nf4":
             options: dict[str, Any] = {"blocksize": _BLOCK, "quant_type": "nf4", "compress_statistics": True}
             values, state = functional.quantize_4bit(weight.contiguous(), **options)
-            dequantizer = _Nf4Dequantizer(state)
+            outer = state.state2
+            scales = NestedScales(state.absmax, outer.code, outer.absmax, state.offset, outer.blocksize)
+            dequantizer = _FourBitDequantizer(weight.shape, weight.dtype, state.code, scales, _BLOCK)
         else:
             rows = quantize_rows(weight.flatten(0, 1))
             values = rows.values.view(weight.shape)
             scale = rows.scale.view(*weight.shape[:2], 1)
             dequantizer = _Fp8Dequantizer(weight.shape, scale, weight.dtype)
-        setattr(experts, name, nn.Parameter(values, requires_grad=False))
-        register_parametrization(experts, name, dequantizer, unsafe=True)
+        hold_stack(experts, name, QuantisedStack(values, dequantizer))
     return True
+
+
+def hold_stack(experts: nn.Module, name: str, stack: QuantisedStack) -> None:
+    """Make a quantised stack the module's, frozen."""
+    setattr(experts, name, nn.Parameter(stack.values, requires_grad=False))
+    register_parametrization(experts, name, stack.dequantizer, unsafe=True)
 
 
 def dequantised_copy(experts: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -245,8 +279,12 @@ def list_ungated_stacks(model: nn.Module) -> list[str]:
 
 
 def quantise_experts(layers: nn.Module, kind: str) -> int:
-    """Quantise the experts of decoder layers to "nf4" or "fp8"; return the number of their modules."""
-    return sum(quantise_stacks(module, kind) for module in layers.modules() if is_experts(module))
+    """Quantise the experts of decoder layers to "nf4" or "fp8"; return the number of their modules.
+
+    Experts in few bits stay as they are.
+    """
+    dense = (module for module in layers.modules() if is_experts(module) and not is_quantised(module))
+    return sum(quantise_stacks(module, kind) for module in dense)
 
 
 def is_expert_adapter(module: nn.Module) -> bool:
