@@ -36,6 +36,7 @@ def make_packed_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
         for experts in filter(is_experts, self.modules()):
+            vars(experts)["_is_hf_initialized"] = True  # transformers would look for the dense stacks
             for name in STACKS:
                 n_experts, n_inputs, n_outputs = getattr(experts, name).shape
                 sizes = (n_experts, n_outputs, n_inputs // MXFP4_BLOCK)

@@ -95,11 +95,12 @@ class Mxfp4Dequantizer(_FourBitDequantizer):
     def __init__(self, scales: Tensor, dtype: torch.dtype):
         device, (n_experts, n_outputs, n_blocks) = scales.device, scales.shape
         shape = torch.Size((n_experts, MXFP4_BLOCK * n_blocks, n_outputs))
-        code = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
-        exponents = torch.arange(256, device=device) - 127
-        one, zero = torch.ones(1, device=device), torch.zeros((), device=device)
-        nested = NestedScales(scales.view(-1), torch.ldexp(one, exponents), one, zero, scales.numel())
-        super().__init__(shape, dtype, torch.cat([code, -code]), nested, MXFP4_BLOCK)
+        positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+        constants = torch.cat([positive, -positive]), powers, torch.ones(1), torch.zeros(())
+        code, powers, one, zero = (constant.to(device) for constant in constants)
+        nested = NestedScales(scales.view(-1), powers, one, zero, scales.numel())
+        super().__init__(shape, dtype, code, nested, MXFP4_BLOCK)
 
     def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         n_experts, n_inputs, n_outputs = self.shape

@@ -28,7 +28,7 @@ from unsloth_pack.modules import base_of
 
 CONTEXT = 2**29  # bytes of CUDA's own, beside torch's
 # Bytes of a weight with its scales; those of NF4 are in 8 bits, for 64 weights each
-_QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / 2**14, "int8": 1.0, "fp8": 1.0}
+_QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / 2**14, "int8": 1.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
 _MOMENTS = {  # the first name that an optimizer's contains; others have two
     "galore": 0, "apollo": 0, "lomo": 0, "sgd": 0, "adafactor": 0,
     "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3,
@@ -44,6 +44,7 @@ class StepSettings:
     dtype: torch.dtype  # of activations
     checkpointing: CheckpointingMode = False
     weights: str | None = None  # the frozen layers: "nf4", "int8", "fp8", or None for their own dtype
+    experts: str | None = None  # those of the layers that are in another form: "mxfp4"
     optimizer: str = "adamw_torch_fused"
     accumulates: bool = False  # gradients of several micro-batches
     on_host: bool = False  # the moments
@@ -84,7 +85,7 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
     """
     base = base_of(model)
     layers, embeddings = base.get_decoder().layers, base.get_input_embeddings()
-    quantised, in_layers = _list_quantised(layers), {id(weight) for weight in layers.parameters()}
+    forms, in_layers = _map_forms(layers, step), {id(weight) for weight in layers.parameters()}
     is_qlora = base is not model and step.weights in ("nf4", "int8")  # TRL trains its adapter in bfloat16
     weights = trained = moments = gradients = 0.0
     for weight in model.parameters():
@@ -94,8 +95,8 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
             trained += own * width
             moments += own * step.moment_bytes(width)
         else:
-            is_small = step.weights and id(weight) in quantised
-            weights += own * (_QUANTISED[str(step.weights)] if is_small else weight.element_size())
+            form = forms.get(id(weight))
+            weights += own * (weight.element_size() if form is None else _QUANTISED[form])
     gradients = trained
     free = memory - CONTEXT - weights - trained - moments
     sizes = [LayerSizes.measure(layer, base.get_decoder().config) for layer in layers]
@@ -112,11 +113,12 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
     return MemoryEstimate(*map(int, figures))
 
 
-def _list_quantised(layers: nn.Module) -> set[int]:
-    """List the ids of the weights that a quantised model has in few bits."""
-    linear = {id(module.weight) for module in layers.modules() if isinstance(module, nn.Linear)}
+def _map_forms(layers: nn.Module, step: StepSettings) -> dict[int, str | None]:
+    """Map the ids of the weights that a quantised model has in few bits to their form."""
+    forms = {id(module.weight): step.weights for module in layers.modules() if isinstance(module, nn.Linear)}
     experts = [module for module in layers.modules() if is_experts(module)]
-    return linear | {id(get_stored_stack(module, name)) for module in experts for name in STACKS}
+    of_experts = step.experts or step.weights
+    return forms | {id(get_stored_stack(module, name)): of_experts for module in experts for name in STACKS}
 
 
 class _Peaks:
@@ -159,6 +161,10 @@ class _Peaks:
     def _is_offloaded(self) -> bool:
         return self._step.checkpointing in ("offload", "unsloth")
 
+    @property
+    def _dequantises(self) -> bool:
+        return bool({"nf4", "int8", "mxfp4"} & {self._step.weights, self._step.experts})
+
     def _kept(self, number: int) -> float:
         """Return the bytes that a layer keeps if it is not recomputed."""
         size, per_element = self._sizes[number], self._step.tokens * self._width
@@ -170,6 +176,6 @@ class _Peaks:
         tokens, features = self._step.tokens, size.gate_and_up // 2
         tile = features * tile_length(tokens, features, not is_recomputed) if features else 0
         inside = size.expert_rows * tokens or tile * (3 if is_recomputed else 1)
-        mlp = inside + 3 * size.hidden * tokens + size.dense * (self._step.weights in ("nf4", "int8"))
+        mlp = inside + 3 * size.hidden * tokens + size.dense * self._dequantises
         attention = tokens * (4 * size.attention + 2 * size.hidden)  # gradients, and that of q in float32
         return self._width * (max(mlp, attention) + (size.kept * tokens if is_recomputed else 0))

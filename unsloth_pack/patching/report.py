@@ -24,9 +24,11 @@ from unsloth_pack.layers.moe import (
 from unsloth_pack.layers.rotary import rotary_module
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.lora.expert_stacks import (
+    STACKS,
+    QuantisedStack,
+    get_stored_stack,
     is_expert_adapter,
     is_experts,
-    is_quantised,
     why_adapter_not_fused,
 )
 from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear, why_not_fused
@@ -160,8 +162,9 @@ def _report_experts(report: PatchReport, experts: Sequence[Any]) -> None:
     how = "layers, each as one autograd node"
     if None in reasons and (why := why_reads_host(experts[0])):
         how += f"; one expert after another: {why}"
-    if None in reasons and is_quantised(experts[0]):
-        how += "; their weights are dequantised at each use"
+    stack = get_stored_stack(experts[0], STACKS[0]) if experts else None
+    if None in reasons and isinstance(stack, QuantisedStack):
+        how += f"; their {stack.dequantizer.form} weights are dequantised at each use"
     _report_layers(report, "experts", reasons, how)
 
 

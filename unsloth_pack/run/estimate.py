@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unsloth_pack.checkpoints.loading import auto_class, find_model, load_config, weight_dtype
+from unsloth_pack.checkpoints.mxfp4 import is_in_mxfp4
 from unsloth_pack.config import TrainOptions, changed, flat
 from unsloth_pack.errors import InputError
 from unsloth_pack.memory.estimate import CONTEXT, MemoryEstimate, StepSettings, estimate_memory
@@ -76,7 +77,8 @@ def estimate_run(o: TrainOptions, gpu: Gpu | None) -> RunEstimate:
     default = None if is_full or gpu is None else "bfloat16"  # whatever GPU is here
     dtype = weight_dtype(o.model.dtype or default, is_full)
     model = _build_on_meta(o, dtype)
-    is_stored_quantised = getattr(model.config, "quantization_config", None) is not None
+    is_packed = is_in_mxfp4(model.config)
+    is_stored_quantised = getattr(model.config, "quantization_config", None) is not None and not is_packed
     quantised = {"int8": o.model.load_in_8bit, "fp8": o.model.load_in_fp8}
     quantised["nf4"] = o.model.load_in_4bit or is_stored_quantised  # at least
     step = StepSettings(
@@ -84,6 +86,7 @@ def estimate_run(o: TrainOptions, gpu: Gpu | None) -> RunEstimate:
         dtype=dtype,
         checkpointing=training.use_gradient_checkpointing,
         weights=next((name for name, is_set in quantised.items() if is_set), None),
+        experts="mxfp4" if is_packed and not is_full else None,
         optimizer=training.optim or "adamw_torch_fused",
         accumulates=training.gradient_accumulation_steps > 1 and not training.optimizer_in_backward,
         on_host=training.masters_on_host,

@@ -138,6 +138,7 @@ def _check_model(options: TrainOptions) -> Iterator[InputError]:
 def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     """Refuse modules, rows and a rank that a model does not have, and options of images it does not take."""
     from unsloth_pack.checkpoints.loading import check_classifies, check_positions, load_config
+    from unsloth_pack.checkpoints.mxfp4 import is_in_mxfp4
     from unsloth_pack.run.trained import check_names_of_modules
 
     model, adapter = options.model, options.adapter
@@ -148,6 +149,9 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
         yield from errors_of(require_whole, "r", adapter.r, 1, config.hidden_size)
     if options.data.task == "classify":
         yield from errors_of(check_classifies, whole)
+    if options.training.deepspeed is not None and is_in_mxfp4(whole):
+        said = f"deepspeed is set, and {model.model_name} has experts in MXFP4, which it cannot hold"
+        yield InputError(f"{said}; give --fsdp")
     if not hasattr(whole, "vision_config"):
         defaults = ImageOptions()
         for name, value in options.images:
