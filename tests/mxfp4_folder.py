@@ -15,7 +15,7 @@ def pack(stack):
     weights = stack.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = (weights.abs().amax(-1, keepdim=True).clamp(min=2.0**-120) / 6).log2().ceil()
     scaled = weights / 2**exponents
-    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (scaled < 0)
+    codes = torch.bucketize(scaled.abs().contiguous(), (E2M1[1:] + E2M1[:-1]) / 2) + 8 * (scaled < 0)
     blocks = codes[..., ::2] + 16 * codes[..., 1::2]
     return blocks.to(torch.uint8), (exponents[..., 0] + 127).to(torch.uint8)
 

@@ -1,9 +1,10 @@
-"""Experts in 4 bits and in fp8: what they compute is what their weights stand for; files, merging, copies."""
+"""Experts in few bits: what they compute is what their weights stand for; files, merging, copies."""
 
 import copy
 
 import pytest
 import torch
+from mxfp4_folder import pack
 from peft import PeftModel
 from tiny import DEVICE, error, random_documents, run_packed
 from tiny_experts import EVERY_LAYER, adapted, base, logits
@@ -15,15 +16,32 @@ from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.kernel_warmup import find_layer_kinds
-from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, quantise_experts
+from unsloth_pack.lora.expert_stacks import (
+    STACKS,
+    dequantised_copy,
+    hold_stack,
+    is_experts,
+    mxfp4_stack,
+    quantise_experts,
+)
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
-kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8"])
+kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8", "mxfp4"])
+
+
+def dense(kind, **overrides):
+    return base("gpt_oss", layer_types=["full_attention"] * 2) if kind == "mxfp4" else base(**overrides)
 
 
 def quantised(kind, **overrides):
-    model = base(**overrides)
-    assert quantise_experts(model, kind) == (2 if overrides else 1)
+    model = dense(kind, **overrides)
+    if kind != "mxfp4":
+        assert quantise_experts(model, kind) == (2 if overrides else 1)
+        return model
+    for experts in filter(is_experts, list(model.modules())):
+        for name in STACKS:
+            hold_stack(experts, name, mxfp4_stack(*pack(getattr(experts, name)), torch.float32))
+    assert quantise_experts(model, "nf4") == 0, "they stay as they are"
     return model
 
 
@@ -60,9 +78,10 @@ def test_logits_and_gradients_are_those_of_what_the_weights_stand_for(kind, is_r
     for name, grad in expected.grads.items():
         assert error(got.grads[name], grad) < 1e-4, name
     report = frozen.unsloth_pack_patch.report
-    assert "dequantised at each use" in report.fused["experts"]
+    form = {"nf4": "NF4", "mxfp4": "MXFP4"}.get(kind, kind)
+    assert f"their {form} weights are dequantised at each use" in report.fused["experts"]
     assert not report.not_fused.keys() & {"LoRA", "experts"}
-    assert error(logits(base(**EVERY_LAYER)), logits(frozen)) > 0.01
+    assert error(logits(dense(kind, **EVERY_LAYER)), logits(frozen)) > 0.01
 
 
 @kinds
@@ -91,7 +110,7 @@ def test_merging_gives_what_is_computed(kind, has_adapter):
         model = with_factors(FastLanguageModel.get_peft_model(model, r=3))
         with pytest.raises(InputError, match="cannot be merged in place; use save_pretrained_merged"):
             model.merge_adapter()
-    fresh = base()
+    fresh = dense(kind)
     fresh.load_state_dict(dict(merged_weights(model, torch.float32)))
     assert error(logits(fresh), logits(model)) < 1e-5
 

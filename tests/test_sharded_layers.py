@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_folder import save_model
+from mxfp4_folder import save_in_mxfp4
 from own_memory import own_memory
 from tiny import MIXED_LENGTHS, random_documents
 from torch import nn
@@ -19,6 +20,7 @@ CASES = [  # an architecture, and arguments of loading and of the adapter
     ("llama", {"load_in_4bit": True}, {"use_gradient_checkpointing": True}),
     ("qwen3_moe", {}, {}),  # transformers stacks its experts as it loads
     ("qwen3_moe", {"load_in_4bit": True}, {}),
+    ("gpt_oss in MXFP4", {}, {}),
     ("phi3", {}, {"use_gradient_checkpointing": True, **SAVED}),
     ("gemma3_text", {}, {"target_modules": ["q_proj"]}),
 ]
@@ -73,8 +75,10 @@ def same(rank, folders, cases):
 
 
 def test_layers_in_parts_make_the_step_of_whole_ones(tmp_path):
-    folders = [str(save_model(tmp_path / f"{n}-{arch}", arch)) for n, (arch, *_) in enumerate(CASES)]
-    in_two_processes(same, folders, CASES)
+    folders = [tmp_path / f"{n}-{arch}" for n, (arch, *_) in enumerate(CASES)]
+    for folder, (arch, *_) in zip(folders, CASES, strict=True):
+        save_in_mxfp4(folder) if "MXFP4" in arch else save_model(folder, arch)
+    in_two_processes(same, [*map(str, folders)], CASES)
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE, adapted as users adapt it."""
+"""A tiny model with experts, adapted as users adapt it."""
 
 import torch
 from tiny import DEVICE, random_documents, tiny_config
@@ -9,9 +9,9 @@ from unsloth_pack import FastLanguageModel, patch_model
 EVERY_LAYER = dict(mlp_only_layers=[])  # as in Qwen3-30B-A3B
 
 
-def base(**overrides):
+def base(arch="qwen3_moe", **overrides):
     torch.manual_seed(0)
-    config = tiny_config("qwen3_moe", **overrides)
+    config = tiny_config(arch, **overrides)
     return AutoModelForCausalLM.from_config(config).requires_grad_(False).to(DEVICE)
 
 

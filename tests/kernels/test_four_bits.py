@@ -1,10 +1,12 @@
-"""Weights in four bits: the same bits as by bitsandbytes, in the kernel and in the reference."""
+"""Weights in four bits: the bits of bitsandbytes and transformers, in the kernel and in the reference."""
 
 import pytest
 import torch
 from exactness import DEVICE
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
+from unsloth_pack.lora.expert_stacks import mxfp4_stack
 from unsloth_pack.lora.quantised import Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -32,6 +34,16 @@ def test_the_same_bits_as_by_bitsandbytes(n_blocks, block, dtype, nested):
     given, expected = quantised(n_blocks * block, block, dtype, nested)
     assert torch.equal(dequantize_4bit(*given), expected)
     assert torch.equal(reference.dequantize_4bit(*given), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_byte_with_every_scale_of_mxfp4_is_what_transformers_unpacks(path, dtype):
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 255, 1, 1)
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).repeat(1, 1, 16)  # 255 is NaN, refused
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    got = mxfp4_stack(blocks.to(DEVICE), scales.to(DEVICE), dtype).dequantized(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(got.cpu().contiguous().view(bits), expected.view(bits))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Experts in MXFP4, as gpt-oss stores them, loaded without unpacking.
 
-Files hold a stack `[E, I, O]` as `_blocks` `[E, O, I / 32, 16]`, two elements a byte with the first in the
-lower half, and `_scales` `[E, O, I / 32]`; see `Mxfp4Dequantizer`.
+Files hold each stack as `_blocks` and `_scales`; see `mxfp4_stack`.
 """
 
 from typing import Any
@@ -11,14 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.expert_stacks import (
-    MXFP4_BLOCK,
-    STACKS,
-    Mxfp4Dequantizer,
-    QuantisedStack,
-    hold_stack,
-    is_experts,
-)
+from unsloth_pack.lora.expert_stacks import MXFP4_BLOCK, STACKS, hold_stack, is_experts, mxfp4_stack
 
 _PARTS = ("blocks", "scales")
 _LARGEST = 6.0  # of e2m1
@@ -64,8 +56,7 @@ def hold_packed(layers: nn.Module, dtype: torch.dtype, unpacks: bool) -> None:
             if largest > torch.finfo(dtype).max:
                 said = f"weight {path}.{name} is up to {largest:.0e}, too large for {dtype}"
                 raise InputError(f"{said}; choose another dtype, or download the weights again")
-            upper_first = blocks << 4 | blocks >> 4  # as bitsandbytes has it, and the kernel
-            stack = QuantisedStack(upper_first, Mxfp4Dequantizer(scales, dtype))
+            stack = mxfp4_stack(blocks, scales, dtype)
             if unpacks:
                 setattr(experts, name, nn.Parameter(stack.dequantized(dtype).contiguous()))
             else:

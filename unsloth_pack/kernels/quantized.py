@@ -8,7 +8,8 @@ once.
 Four bits, as in bitsandbytes: x = code[q] * s, with s = s₈-code[s₈] * s' + offset if the scales are in eight
 bits (Dettmers et al. 2023, "QLoRA", section 3, "Double Quantization"). n blocks with one scale each; two
 elements a byte, the first in the upper half. bitsandbytes dequantises the scales in two launches of their
-own.
+own. MXFP4 is the same with the halves exchanged, and code[s₈] a power of two (OCP 2023, "Microscaling Formats
+(MX) Specification", section 5).
 
 Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`, ΣO those of all weights over one input.
 """
@@ -195,7 +196,12 @@ def _transpose_kernel(parts, heights, out, R, C, TILE: tl.constexpr):
 
 
 def dequantize_4bit(
-    packed: Tensor, code: Tensor, scales: Tensor | NestedScales, block: int, dtype: torch.dtype
+    packed: Tensor,
+    code: Tensor,
+    scales: Tensor | NestedScales,
+    block: int,
+    dtype: torch.dtype,
+    lower_first: bool = False,
 ) -> Tensor:
     """Dequantise four-bit elements, computed in float32 and rounded once.
 
@@ -205,18 +211,19 @@ def dequantize_4bit(
         scales: `[n]` float32, one for each block, or these in eight bits.
         block: elements of a block, a power of 2 from 32 on.
         dtype: of the result.
+        lower_first: True if the first of two elements is in the lower half of their byte, as in MXFP4.
 
     Returns:
         `[n * block]`, bit for bit as by bitsandbytes.
     """
     n = len(scales.values if isinstance(scales, NestedScales) else scales)
     if not takes_fused_path(code, code):
-        return reference.dequantize_4bit(packed, code, scales, block, dtype)
+        return reference.dequantize_4bit(packed, code, scales, block, dtype, lower_first)
     out = torch.empty(n * block, dtype=dtype, device=packed.device)
     blocks = max(1, _ELEMENTS // block)
     parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
     _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
-        *(packed, code, *parts, out, n, blocks, block // 2),
+        *(packed, code, *parts, out, n, blocks, block // 2, lower_first),
         num_warps=4,
         enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
     )
@@ -227,7 +234,7 @@ def dequantize_4bit(
 @no_type_check
 def _dequantize_nf4_kernel(
     packed, code, scales, scale_code, outer_scales, offset, GROUP: tl.constexpr, out, n,
-    BLOCKS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCKS: tl.constexpr, PAIRS: tl.constexpr, LOWER_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Write out `[n, 2 * PAIRS]`. Grid: BLOCKS blocks each."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -238,8 +245,9 @@ def _dequantize_nf4_kernel(
         scale = tl.load(scale_code + scale.to(tl.int32)) * outer + tl.load(offset)
     places = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     pairs = tl.load(packed + places, mask=exists[:, None], other=0).to(tl.int32)
-    first = tl.load(code + (pairs >> 4)) * scale[:, None]
-    second = tl.load(code + (pairs & 15)) * scale[:, None]
-    elements = tl.interleave(first, second).to(out.dtype.element_ty)
+    upper = tl.load(code + (pairs >> 4)) * scale[:, None]
+    lower = tl.load(code + (pairs & 15)) * scale[:, None]
+    elements = tl.interleave(lower, upper) if LOWER_FIRST else tl.interleave(upper, lower)
+    elements = elements.to(out.dtype.element_ty)
     where = block[:, None] * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
     tl.store(out + where, elements, mask=exists[:, None])

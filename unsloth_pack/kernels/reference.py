@@ -360,12 +360,18 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def dequantize_4bit(
-    packed: Tensor, code: Tensor, scales: Tensor | NestedScales, block: int, dtype: torch.dtype
+    packed: Tensor,
+    code: Tensor,
+    scales: Tensor | NestedScales,
+    block: int,
+    dtype: torch.dtype,
+    lower_first: bool = False,
 ) -> Tensor:
     if isinstance(scales, NestedScales):
         outer = scales.scale.repeat_interleave(scales.group)[: len(scales.values)]
         scales = scales.code[scales.values.long()] * outer + scales.offset
-    values = torch.stack((packed >> 4, packed & 15), dim=1).view(-1, block)
+    halves = (packed & 15, packed >> 4) if lower_first else (packed >> 4, packed & 15)
+    values = torch.stack(halves, dim=1).view(-1, block)
     return (code[values.long()] * scales[:, None]).view(-1).to(dtype)
 
 

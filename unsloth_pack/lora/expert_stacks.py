@@ -62,7 +62,7 @@ class QuantisedStack(NamedTuple):
 
 
 class _FourBitDequantizer(_Dequantizer):
-    form = "NF4"
+    form, lower_first = "NF4", False
     code: Tensor
     values: Tensor
     scale_code: Tensor
@@ -80,17 +80,12 @@ class _FourBitDequantizer(_Dequantizer):
 
     def dequantize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         scales = NestedScales(self.values, self.scale_code, self.scale, self.offset, self.group)
-        return dequantize_4bit(values.view(-1), self.code, scales, self.block, dtype).view(self.shape)
+        arguments = values.view(-1), self.code, scales, self.block, dtype, self.lower_first
+        return dequantize_4bit(*arguments).view(self.shape)
 
 
-class Mxfp4Dequantizer(_FourBitDequantizer):
-    """Dequantise e2m1 with a power of two for 32 inputs (OCP 2023, "Microscaling Formats", section 5).
-
-    Args:
-        scales: `[E, O, I / 32]` uint8, exponents plus 127. The stack is `[E, I, O]`, a view of `[E, O, I]`.
-    """
-
-    form = "MXFP4"
+class _Mxfp4Dequantizer(_FourBitDequantizer):
+    form, lower_first = "MXFP4", True
 
     def __init__(self, scales: Tensor, dtype: torch.dtype):
         device, (n_experts, n_outputs, n_blocks) = scales.device, scales.shape
@@ -157,6 +152,18 @@ def quantise_stacks(experts: nn.Module, kind: str) -> bool:
             dequantizer = _Fp8Dequantizer(weight.shape, scale, weight.dtype)
         hold_stack(experts, name, QuantisedStack(values, dequantizer))
     return True
+
+
+def mxfp4_stack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> QuantisedStack:
+    """Make a stack `[E, I, O]` of `dtype` from MXFP4: e2m1, and a power of two for 32 inputs.
+
+    Source: OCP 2023, "Microscaling Formats (MX) Specification", section 5.
+
+    Args:
+        blocks: `[E, O, I / 32, 16]` uint8, two elements a byte with the first in the lower half.
+        scales: `[E, O, I / 32]` uint8, exponents plus 127.
+    """
+    return QuantisedStack(blocks, _Mxfp4Dequantizer(scales, dtype))
 
 
 def hold_stack(experts: nn.Module, name: str, stack: QuantisedStack) -> None:
