@@ -79,8 +79,8 @@ kernels.fp8_transposed([rows, rows])
 rows.dequantized(torch.bfloat16)
 packed, code = torch.zeros(2048).byte(), randn(16)
 nested = kernels.NestedScales(torch.zeros(64).byte(), randn(256), randn(1), randn(()), 256)
-for scales in (randn(64), nested):
-    kernels.dequantize_4bit(packed, code, scales, 64, torch.bfloat16)
+for scales, lower_first in ((randn(64), False), (nested, False), (nested, True)):
+    kernels.dequantize_4bit(packed, code, scales, 64, torch.bfloat16, lower_first)
 """
 GATED_LORA = """
 for dtype, rank in ((torch.bfloat16, 32), (torch.float32, 128)):

@@ -150,7 +150,7 @@ def _check_fits(options: TrainOptions, source: str) -> Iterator[InputError]:
     if options.data.task == "classify":
         yield from errors_of(check_classifies, whole)
     if options.training.deepspeed is not None and is_in_mxfp4(whole):
-        said = f"deepspeed is set, and {model.model_name} has experts in MXFP4, which it cannot hold"
+        said = f"deepspeed is set, and {model.model_name} has experts in MXFP4, which it does not take"
         yield InputError(f"{said}; give --fsdp")
     if not hasattr(whole, "vision_config"):
         defaults = ImageOptions()
