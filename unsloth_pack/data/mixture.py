@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
-from unsloth_pack.data.rows import IMAGES, update_with_images
+from unsloth_pack.data.files import SUFFIXES
+from unsloth_pack.data.rows import CHANNEL, IMAGES, update_with_images
 from unsloth_pack.data.streaming import Place, RawBlock, RowSource, endless, no_rows
+from unsloth_pack.data.text_files import plain_name
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
@@ -70,6 +74,23 @@ class Source:
     name: str
     weight: float
     documents: Documents
+
+
+def short_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Name data sets in logs: `math` for `data/math.jsonl`, with as much of the path as tells them apart."""
+    paths = [plain_name(Path(name)) for name in names]
+    parts = [(path.with_suffix("") if path.suffix in SUFFIXES else path).parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        short = [re.sub(r"[^\w.-]+", "_", "_".join(each[-depth:])).strip("_.") for each in parts]
+        if len({*short}) == len(short):
+            return tuple(short)
+    return tuple(f"{name}-{number}" for number, name in enumerate(short, 1))
+
+
+def with_channel(documents: Documents, number: int) -> Documents:
+    """Add the column that says which data set of a mixture the documents come from."""
+    numbers = [[number]] * len(documents.rows)
+    return replace(documents, rows=documents.rows.add_column(CHANNEL, numbers))
 
 
 def mix(

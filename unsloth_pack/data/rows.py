@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ColumnMapping = Mapping[str, "str | None"]
 Row = Mapping[str, Any]
 Message = dict[str, Any]
+CHANNEL = "channel"  # of documents in a mixture: a list of one number, that of their data set
 
 _PLAIN_NAME = re.compile(r"[^\s,={][^,=]*")  # of a column, in the short form of the flag
 

@@ -218,6 +218,7 @@ class DocumentBlock:
     tally: SpanCounts  # of the rows that they were made of
     end: Place  # after these rows
     ends_pass: bool
+    part: int = 0  # the data set of a mixture that they are of
 
     def documents(self) -> Iterator[dict[str, Any]]:
         """Each as `[tokens]` arrays of its ids (int32), labels, ..., and a list of its images."""
@@ -337,7 +338,7 @@ class DocumentStream:
                 raise InputError(f"{block.name}: {error}") from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
-        return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
+        return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass, block.part)
 
     def _beside_images(self, table: pa.Table, numbers: range) -> pa.Table:
         """Documents of some of the rows with these numbers, with a column of images if the stream has any."""

@@ -21,7 +21,7 @@ from unsloth_pack.data.cache import (
     spans_of,
     write_tables,
 )
-from unsloth_pack.data.rows import DOCUMENT, IMAGES
+from unsloth_pack.data.rows import CHANNEL, DOCUMENT, IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.in_memory import WHOLE_COLUMNS
 from unsloth_pack.packing.planner import PackPlan, plan_packs
@@ -106,7 +106,7 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
         )
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
-        if _is_of_images(dataset, column):
+        if column == CHANNEL or _is_of_images(dataset, column):
             continue
         of_column = list_lengths(dataset, column)
         are_of_documents = column == "labels" and bool((of_column == 1).all())
@@ -249,7 +249,7 @@ def pack_documents(documents: Documents, capacity: int, num_proc: int | None = N
     """The rows of `pack_dataset`; where the documents lie in the data set cache, so do the rows."""
     if not documents.rows.cache_files:
         return pack_dataset(documents.rows, capacity, _STRATEGY)
-    key = [documents.fingerprint, capacity, _STRATEGY]
+    key = [documents.fingerprint, capacity, _STRATEGY, *documents.rows.column_names]
     make = partial(_write, documents=documents.rows, capacity=capacity, num_proc=num_proc)
     return open_cached(from_cache("packed", key, make)[0])
 

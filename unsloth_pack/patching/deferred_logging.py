@@ -202,10 +202,14 @@ class DeferredLogging:
 
     def add_micro_batch(self, trainer: "SFTTrainer", outputs: Any, inputs: Mapping[str, Tensor]) -> None:
         """Add the sums of a micro-batch, from the model's output to `fused_lm_head=True`."""
+        self.add_sums(trainer, self.sums_of(outputs, inputs), inputs)
+
+    def sums_of(self, outputs: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return what `put_metrics` gets of a micro-batch."""
         sums = [outputs.label_mask.sum(), outputs.entropy.detach().sum(), outputs.is_top1.sum()]
         if outputs.aux_loss is not None:  # of routed experts, where it is part of the loss
             sums += [outputs.aux_loss.detach(), torch.ones_like(outputs.aux_loss)]
-        self.add_sums(trainer, sums, inputs)
+        return sums
 
     def add_sums(self, trainer: "SFTTrainer", sums: list[Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Add numbers of a micro-batch that are summed over processes; every micro-batch has as many."""

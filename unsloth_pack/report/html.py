@@ -174,6 +174,9 @@ def draw_lengths(lengths: np.ndarray, max_length: int, width: float, height: flo
 def _draw_losses(axes: Axes, log: Log, name: str = "loss") -> None:
     _plot(axes, log, name, 1.0, "training")
     _plot(axes, log, f"eval_{name}", 1.0, "evaluation", marker="o", markersize=3)
+    channels = (f"{name}/", f"eval_{name}/")  # means of each data set of a mixture
+    for channel in sorted({key for line in log for key in line if key.startswith(channels)}):
+        _plot(axes, log, channel, 1.0, channel, linestyle="--")
     if axes.lines:
         axes.legend()
 

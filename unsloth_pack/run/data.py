@@ -1,7 +1,7 @@
 """The data of a run: tokenised rows to train on and to evaluate on, with the checks that read them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.labels import Labels
-from unsloth_pack.data.mixture import Mixture, Part
+from unsloth_pack.data.mixture import Mixture, Part, short_names
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.data.streaming import DocumentStream, RowSource, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
@@ -67,6 +67,7 @@ class PreparedRows:
         fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
         packs: the manifest, if the rows were packed on disk.
         parts: the data sets of the rows; empty for packs.
+        channels: what the logs call the data sets, if rows say which one a document is of; else empty.
     """
 
     rows: Dataset | RowStream
@@ -74,6 +75,7 @@ class PreparedRows:
     fingerprint: str
     packs: PackManifest | None = None
     parts: tuple[Part, ...] = ()
+    channels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ def build_data(
         images,
         labels,
         objective,
+        has_channels=objective == "sft" and labels is None,
     )
     builder = _Builder(model.model_name, data, config, prepare, tokenizer.new_tokens, reads_teacher, source)
     evaluation = None
@@ -184,6 +187,8 @@ def build_data(
         evaluation = builder.packed_rows(eval_packs)
     elif eval_loaded:
         evaluation = builder.evaluation_rows(eval_loaded)
+    if train.channels or (evaluation is not None and evaluation.channels):
+        config.remove_unused_columns = False  # that of the channels is none that TRL knows
     beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
     return TrainingData(train, evaluation, images, beside, labels)
 
@@ -254,7 +259,8 @@ class _Builder:
         train = self._rows_of(mixture.train, data.sample_packing, mixture.parts)
         if mixture.held_out is None:
             return train, None
-        return train, self._rows_of(mixture.held_out, data.packs_evaluation)
+        held_out = self._rows_of(mixture.held_out, data.packs_evaluation)
+        return train, replace(held_out, channels=train.channels)
 
     def evaluation_rows(self, loaded: list[RowsOfSet]) -> PreparedRows:
         mixture = self._mixture(loaded, seed=0)
@@ -309,12 +315,15 @@ class _Builder:
         **options: int,
     ) -> PreparedRows:
         share = Share(self._config.process_index, self._config.world_size)
-        rows = RowStream(documents, self._capacity, seed=self._config.seed, share=share, **options)
         parts = tuple(
             Part(data_set.name, data_set.weight, unused_columns.get(number, ()))
             for number, data_set in enumerate(data_sets)
         )
-        return PreparedRows(rows, documents.first_ledger, documents.fingerprint, None, parts)
+        channels, seed = self._channels_of(parts), self._config.seed
+        rows = RowStream(
+            documents, self._capacity, seed=seed, share=share, has_channels=bool(channels), **options
+        )
+        return PreparedRows(rows, documents.first_ledger, documents.fingerprint, None, parts, channels)
 
     def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
         """The documents of data sets, all of whose tokens have an embedding, and not too many are lost."""
@@ -337,4 +346,10 @@ class _Builder:
         rows = documents.rows
         if is_packed:
             rows = pack_documents(documents, self._capacity, self._data.num_proc)
-        return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts)
+        return PreparedRows(
+            rows, documents.ledger, documents.fingerprint, None, parts, self._channels_of(parts)
+        )
+
+    def _channels_of(self, parts: tuple[Part, ...]) -> tuple[str, ...]:
+        are_told = self._prepare.has_channels and len(parts) > 1
+        return short_names([part.name for part in parts]) if are_told else ()

@@ -12,7 +12,7 @@ from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer, read_new_token
 from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.labels import Labels
-from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix
+from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix, with_channel
 from unsloth_pack.data.preferences import preferences_of
 from unsloth_pack.data.rows import PREFERENCES
 from unsloth_pack.data.sources import ChosenRows, DataSet
@@ -98,6 +98,7 @@ class DocumentPreparation:
         images: how images are prepared, for which documents then have a column; None if there are none.
         labels: of the documents, where those are learned in place of the text.
         objective: what is trained for; for those of `PREFERENCES` documents have a column of parts.
+        has_channels: documents of several data sets have the column `CHANNEL`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -107,6 +108,7 @@ class DocumentPreparation:
     images: ImagePreparation | None = None
     labels: Labels | None = None
     objective: str = "sft"
+    has_channels: bool = False
 
     def mixture(self, loaded: Sequence[RowsOfSet], **how: Any) -> Mixture:
         """Tokenise one or several data sets, each in its own format; `how` they are mixed is of `mix`.
@@ -115,13 +117,15 @@ class DocumentPreparation:
             InputError: a row cannot be trained on; names the data set.
         """
         sources = []
-        for each in loaded:
+        for number, each in enumerate(loaded):
             name = each.data_set.name
             try:
                 documents = self.documents(each.rows)
                 check_used(each.data_set.columns, documents.unused_columns)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
+            if self.has_channels and len(loaded) > 1:
+                documents = with_channel(documents, number)
             sources.append(Source(name, each.data_set.weight, documents))
         return mix(sources, **how)
 

@@ -93,6 +93,8 @@ def build_trainer(
         masters_on_host=training.masters_on_host,
         image_rows=data.images.collator() if data.images else None,
         objective=objective,
+        channels=data.train.channels,
+        eval_channels=data.evaluation.channels if data.evaluation else (),
     )
     trainer.nonfinite_updates.on_nonfinite = training.on_nonfinite
     return trainer

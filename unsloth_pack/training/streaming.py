@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
+from unsloth_pack.data.rows import CHANNEL, DOCUMENT, IMAGES, image_field
 from unsloth_pack.data.streaming import DocumentBlock, Place, Share
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError, RunStopped
@@ -83,9 +83,10 @@ class RowStream(IterableDataset[dict[str, Any]]):
         ahead: int,
         decoders: int = 0,  # threads that decode images, each those of a batch; 0 where no row has any
         buffer_tokens: int | None = None,  # that are planned together
+        has_channels: bool = False,  # rows have the column `CHANNEL`
     ):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
-        self.decoders = decoders
+        self.decoders, self._has_channels = decoders, has_channels
         self.error: InputError | None = None  # why no rows come after those that are ready
         self._file = STREAM_FILES.replace("*", str(share.number))  # of this process, in a checkpoint
         self.packer = PackingStream(
@@ -93,7 +94,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
             _BUFFER,
             seed=seed,
             buffer_tokens=buffer_tokens or max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
-            by_document=[IMAGES] if documents.has_images else [],
+            by_document=[IMAGES] * documents.has_images + [CHANNEL] * has_channels,
         )
         begin = Stand(0, Place(), SpanCounts(), self.packer.state_dict())
         self._stands: deque[Stand] = deque([begin], maxlen=ahead + 2)  # of the last rows
@@ -138,7 +139,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
                 self.error = error
                 break
             for document in block.documents():
-                self.packer.push(document)
+                self.packer.push(document | {CHANNEL: block.part} if self._has_channels else document)
             if block.ends_pass:
                 self.packer.finish()
             tally = self._read.tally + block.tally.coarse()
@@ -154,11 +155,13 @@ class RowStream(IterableDataset[dict[str, Any]]):
         state = dict(stand.packer)
         groups = [*state.pop("ready"), state.pop("buffer")]
         documents = [document for group in groups for document in group]
-        names = [name for name in (documents[0] if documents else _WHOLE) if name != IMAGES]
+        names = [name for name in (documents[0] if documents else _WHOLE) if name not in (IMAGES, CHANNEL)]
         none = [] if documents else [np.zeros(0, np.int32)]
         tensors = {name: np.concatenate([*none, *(each[name] for each in documents)]) for name in names}
         tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
         tensors["groups"] = np.array(list(map(len, groups)), np.int64)
+        if self._has_channels:
+            tensors[CHANNEL] = np.array([document[CHANNEL] for document in documents], np.int64)
         if self.documents.has_images:
             tensors[IMAGES] = _as_bytes([document[IMAGES] for document in documents])
         about = {
@@ -284,7 +287,7 @@ def _as_bytes(images: list[list[dict[str, object]]]) -> np.ndarray:
 
 def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
     ends = np.cumsum(tensors["lengths"]).tolist()
-    of_tokens = tensors.keys() - {"lengths", "groups", IMAGES}
+    of_tokens = tensors.keys() - {"lengths", "groups", IMAGES, CHANNEL}
     documents: list[dict[str, Any]] = [
         {name: tensors[name][start:end] for name in of_tokens}
         for start, end in zip([0, *ends], ends, strict=False)
@@ -293,6 +296,9 @@ def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
         with pa.ipc.open_stream(pa.py_buffer(tensors[IMAGES])) as reader:
             of_documents = reader.read_all()[IMAGES].to_pylist()
         documents = [each | {IMAGES: own} for each, own in zip(documents, of_documents, strict=True)]
+    if CHANNEL in tensors:
+        channels = tensors[CHANNEL].tolist()
+        documents = [each | {CHANNEL: own} for each, own in zip(documents, channels, strict=True)]
     bounds = np.cumsum(tensors["groups"]).tolist()
     return [documents[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.checkpoints.sharded import free_gathered
-from unsloth_pack.data.rows import IMAGES
+from unsloth_pack.data.rows import CHANNEL, IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.distillation import TEACHER_IDS
 from unsloth_pack.modules import sharded_by
@@ -31,7 +31,7 @@ from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
 from unsloth_pack.training.checkpoints import WholeCheckpoints, has_stopped_early, state_of
 from unsloth_pack.training.distributed import AveragedGradients, gather_trained
-from unsloth_pack.training.document_losses import DocumentLosses, losses_of_tokens
+from unsloth_pack.training.document_losses import ChannelLosses, DocumentLosses, losses_of_tokens
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.objective import Objective
 from unsloth_pack.training.optimizers import CpuMasterWeights, InBackward, LearningRates, use_rates
@@ -94,6 +94,8 @@ class RunTrainer(SFTTrainer):
         optimizer_in_backward: bool = False,  # apply each gradient in the backward pass that makes it
         masters_on_host: bool = False,  # keep float32 weights and the optimizer's state on the host
         objective: Callable[[Any], Objective] | None = None,  # of this trainer; None for TRL's loss
+        channels: Sequence[str] = (),  # names of data sets, if batches have the column `CHANNEL`
+        eval_channels: Sequence[str] = (),
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
@@ -116,7 +118,7 @@ class RunTrainer(SFTTrainer):
         if optimizer_in_backward and patch is not None:
             patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         rows: Any = self.train_dataset
-        if self.rollouts is not None or TEACHER_IDS in rows.column_names:
+        if self.rollouts is not None or channels or eval_channels or TEACHER_IDS in rows.column_names:
             self.data_collator = TokenColumnCollator(self.data_collator)
         self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
         self.counts = TokenCounts(trained, self.args)
@@ -124,7 +126,9 @@ class RunTrainer(SFTTrainer):
         self.nonfinite_updates = NonFiniteUpdates()
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
-        self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
+        self._channels = ChannelLosses(channels) if channels else None
+        self._eval_channels = eval_channels
+        self.unsloth_pack_logging = RunLogging(self._channels)  # the hooks on `SFTTrainer` log by it
         self.objective: Objective | None = None if objective is None else objective(self)
 
     # For a run
@@ -279,6 +283,9 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        channel = inputs.pop(CHANNEL, None)
+        if self._channels is not None:
+            self._channels.channel = channel
         if self.objective is not None:
             loss, _ = self.objective.compute_loss(model, inputs, kwargs.get("num_items_in_batch"))
         else:
@@ -317,7 +324,9 @@ class RunTrainer(SFTTrainer):
 
     def losses_of_evaluation(self) -> DocumentLosses:
         """Return what records the losses of one evaluation."""
-        return losses_of_tokens() if self.objective is None else self.objective.losses_of_evaluation()
+        if self.objective is not None:
+            return self.objective.losses_of_evaluation()
+        return losses_of_tokens(channels=self._eval_channels)
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._document_losses = self.losses_of_evaluation()

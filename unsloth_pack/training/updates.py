@@ -28,7 +28,7 @@ from unsloth_pack.memory.advice import MemoryUse
 from unsloth_pack.modules import whole
 from unsloth_pack.patching.deferred_logging import DeferredLogging, LogLine, copy_number
 from unsloth_pack.training.chips import Chips
-from unsloth_pack.training.document_losses import Batch
+from unsloth_pack.training.document_losses import Batch, ChannelLosses
 from unsloth_pack.training.flops import ModelFlops, count_keys
 from unsloth_pack.training.nonfinite import NonFinite, find_culprits
 
@@ -285,6 +285,20 @@ class RunLogging(DeferredLogging):
 
     is_of_run = True
     kind_of_line = RunLine
+
+    def __init__(self, channels: ChannelLosses | None = None):
+        super().__init__()
+        self._channels = channels
+        if channels is not None:
+            self.put_metrics = channels.put_metrics
+
+    def sums_of(self, outputs: Any, inputs: Batch) -> list[Tensor]:
+        sums = super().sums_of(outputs, inputs)
+        return (
+            sums
+            if self._channels is None
+            else sums + self._channels.sums(outputs, inputs.get("position_ids"))
+        )
 
     def write(self, trainer: Any) -> LogLine | None:
         line = super().write(trainer)
