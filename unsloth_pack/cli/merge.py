@@ -37,6 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.images.processor import pick_processor
+    from unsloth_pack.run.card import copy_card
 
     # No row will be packed, so that any length will do.
     loading = held_by_run(source) | {name: flags[name] for name in LOADED_IN if name in flags}
@@ -47,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
     method = flags.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
+    copy_card(source, target, method)
     used = next((f", with {name}" for name in LOADED_IN if loading.get(name)), "")
     print(printable(f"saved {source} as {method}{used} in {target}"))
     if method == "lora_vllm":

@@ -1,7 +1,10 @@
 """What `train` shows of a run and writes into its metrics file: its rows, the banner, scores, the summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from unsloth_pack.checkpoints.atomic import write_file
+from unsloth_pack.checkpoints.names import CARD, METRICS
 from unsloth_pack.config.options import DataOptions, ModelOptions, TrainingOptions
 from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
@@ -23,7 +27,7 @@ from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import why_not_flat
 from unsloth_pack.report.callbacks import MetricsFile, ProgressCallback, line_of, peak_memory
-from unsloth_pack.report.html import ImageSeen, PackedRowSeen, page_of, placed, plot_lengths
+from unsloth_pack.report.html import ImageSeen, PackedRowSeen, draw_row, page_of, placed, plot_lengths, render
 from unsloth_pack.report.metrics import read_lines
 from unsloth_pack.report.terminal import (
     Line,
@@ -42,6 +46,7 @@ from unsloth_pack.report.terminal import (
     print_lines,
     print_summary,
 )
+from unsloth_pack.report.trackers import Results, Trackers
 from unsloth_pack.run.data import PreparedRows, TrainingData
 from unsloth_pack.run.images import ImagePreparation
 from unsloth_pack.run.machine import is_main_process
@@ -89,6 +94,7 @@ class RunReport:
     options: DataOptions
     training: TrainingOptions
     dtype: torch.dtype
+    values: Mapping[str, object]  # of all options, by name
     memory: str | None = None  # what the run is expected to take of a GPU's
 
     def __post_init__(self) -> None:
@@ -98,6 +104,8 @@ class RunReport:
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
         self.trainer.nonfinite_updates.report = self._report_nonfinite
+        self._trackers = Trackers(self.trainer, self.values)
+        self.trainer.add_callback(self._trackers)
         self.trainer.add_callback(ProgressCallback(self.console, self._print_banner))
 
     def _report_nonfinite(self, update: NonFinite) -> None:
@@ -220,6 +228,7 @@ class RunReport:
         """Write the report page and the summary, and print it."""
         figures = {**asdict(summary), "ledger": asdict(ledger)}
         self.write_page(figures)
+        self._add_to_trackers(figures)
         self.metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
         print_summary(self.console, summary, ledger)
 
@@ -229,15 +238,37 @@ class RunReport:
             return
         folder, patch = self.metrics.path.parent, patch_of(cast(PeftModel, self.trainer.model))
         assert patch is not None
-        try:
+        with self._or_say("report.html was not written"):
             row = self._row_to_draw() if self.options.sample_packing else None
             lines = [*read_lines(folder), line_of("summary", **figures)]
             text = page_of(lines, patch.report, self._lengths, row, self.model.max_seq_length)
             with write_file(folder / "report.html") as file:
                 file.write(text.encode("utf-8", "replace"))
+
+    def _add_to_trackers(self, figures: Mapping[str, Any]) -> None:
+        """Add the figures, the picture of a packed row and the report to the trackers of the run."""
+        if not self._trackers:
+            return
+        fill = {"fill": self._fill.fill} if self._fill else {}
+        named = {**figures, **fill, **{f"ledger/{name}": n for name, n in figures["ledger"].items()}}
+        numbers = {f"run/{name}": float(n) for name, n in named.items() if isinstance(n, int | float)}
+        folder = self.metrics.path.parent
+        files = [path for name in ("report.html", METRICS, CARD) if (path := folder / name).is_file()]
+        with self._or_say("a tracker got no results"), TemporaryDirectory() as aside:
+            row = self._row_to_draw() if self.options.sample_packing else None
+            picture = Path(aside, "packed_row.png")
+            if row is not None:
+                picture.write_bytes(render(draw_row(row), "png", dpi=130))
+            self._trackers.add(Results(numbers, files, [picture] if row is not None else []))
+
+    @contextmanager
+    def _or_say(self, what: str) -> Iterator[None]:
+        """Print a line about an error inside this context: it may not end a run that is saved."""
+        try:
+            yield
         except Exception as error:
             why_not = f"{type(error).__name__}: {first_line(error)}"
-            self.console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
+            self.console.print(f"{what}: {why_not}", soft_wrap=True, markup=False)
 
     def _row_to_draw(self) -> PackedRowSeen | None:
         """Among the first rows the one with the most documents; None where rows stream."""

@@ -83,7 +83,9 @@ def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
 def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str | None) -> int:
     """Load, train, save and report; returns the exit code. `memory` is what is expected of a GPU's."""
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
+    from unsloth_pack.modules import base_of
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
+    from unsloth_pack.run.card import write_cards
     from unsloth_pack.run.data import build_data
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
@@ -132,7 +134,7 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str
         [metrics, stop],
         objective,
     )
-    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, memory)
+    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, flat(o), memory)
     if checkpoint is None:
         report.write_data()
     advice = {"max_seq_length": o.model.max_seq_length, "quantised": o.model.load_in_4bit}
@@ -157,6 +159,8 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str
             console.print(note, soft_wrap=True, markup=False)
         if score_before and (score := score_demo(demo, model, tokenizer.tokenizer, data.images)):
             show_scores(score_before, score, console, metrics)
+        if is_main:
+            write_cards(o, summary, takes_images=hasattr(base_of(model).config, "vision_config"))
         report.finish(summary, ledger)
         if o.output.push_to_hub is not None and is_main_process():
             upload(folder, o.output.push_to_hub)

@@ -43,6 +43,7 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 _OF_ONE_RUN = ("output_dir", "save_path")
 _FOR_THE_COMMAND_LINE = ("config", "dry_run", "resume", "overwrite_output_dir")
 _MAY_BE_FILES = (*SOURCES, "fsdp", "deepspeed")
+_OF_ONE_PERSON = ("push_to_hub", "report_to")
 _WIDEST = 44  # columns of a value whose origin stands in line with the others
 _RUN_FILES = (METRICS, *sorted(ADAPTER))
 _REPLACEABLE = sorted({"lengths.png", "loss.png", "report.html", CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
@@ -53,17 +54,35 @@ def save_config(options: TrainOptions) -> None:
     path = options.output.folder / RUN_CONFIG
     if os.path.lexists(path) and not _is_of_a_run(path):
         return
-    values = flat(options) | dict.fromkeys(_decided_by(options))
-    files = {name: values[name] for name in _MAY_BE_FILES if values[name] is not None}
-    if files["teacher"] in OWN_TEACHERS:
-        del files["teacher"]
-    values |= {name: with_paths(named, _absolute) for name, named in files.items()}
+    values = _values_to_repeat(options)
     lines = _HEAD
     for section, kind in SECTIONS.items():
         names = [n for n in kind.model_fields if n not in (*_OF_ONE_RUN, *_FOR_THE_COMMAND_LINE)]
         lines += f"{section}:\n" + "".join(f"  {line_of(name, values[name])}\n" for name in names)
     with write_file(path) as file:
         file.write(lines.encode())
+
+
+def _values_to_repeat(options: TrainOptions) -> dict[str, Any]:
+    """Every value by name, with whole paths; None for one that another option decides."""
+    values = flat(options) | dict.fromkeys(_decided_by(options))
+    files = {name: values[name] for name in _MAY_BE_FILES if values[name] is not None}
+    if files["teacher"] in OWN_TEACHERS:
+        del files["teacher"]
+    return values | {name: with_paths(named, _absolute) for name, named in files.items()}
+
+
+def settings_of(options: TrainOptions) -> str:
+    """Return a config file that repeats the run, without the defaults."""
+    of_demo = DEFAULTS[options.model.model_name] if options.is_demo else {}
+    asked = {"model_name", "dataset", *options.given, *of_demo}
+    left_out = {*_OF_ONE_RUN, *_OF_ONE_PERSON, *_FOR_THE_COMMAND_LINE}
+    return "".join(
+        f"{line_of(name, value)}\n"
+        for name, value in _values_to_repeat(options).items()
+        if value is not None and name not in left_out
+        if name in asked or value != OPTIONS[name].default
+    )
 
 
 def _is_of_a_run(path: Path) -> bool:

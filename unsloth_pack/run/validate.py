@@ -96,7 +96,7 @@ def _check_tracker(name: str) -> None:
     known = ("none", "all", *get_available_reporting_integrations())
     if name not in known:
         raise InputError(
-            f"report_to is {name!r}, which is unknown or not here; give one of {', '.join(known)}"
+            f"report_to is {name!r}, which is unknown or not installed; give one of {', '.join(known)}"
         )
 
 

@@ -378,12 +378,7 @@ class RunTrainer(SFTTrainer):
         self._save(output_dir, state_dict=weights)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""
-        card = Path(str(self.args.output_dir)) / "README.md"
-        if card.is_symlink():
-            card.unlink(missing_ok=True)
-        if not card.exists():
-            super().create_model_card(*args, **kwargs)
+        """Write none: a run writes its own at its end."""
 
 
 def make_trainer(

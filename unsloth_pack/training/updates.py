@@ -10,7 +10,7 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -292,7 +292,7 @@ class RunLogging(DeferredLogging):
         if channels is not None:
             self.put_metrics = channels.put_metrics
 
-    def sums_of(self, outputs: Any, inputs: Batch) -> list[Tensor]:
+    def sums_of(self, outputs: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         sums = super().sums_of(outputs, inputs)
         return (
             sums
