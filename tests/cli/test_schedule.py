@@ -71,7 +71,7 @@ def test_lora_plus_is_peft_s(train, groups):
         ({"lr_scheduler_kwargs": '{"floor": 1}'}, 'kwargs is {"floor": 1}, which transformers'),
         ({"lr_scheduler_type": "nope"}, "which transformers refuses"),
         ({"early_stopping_patience": 2}, "give --eval_dataset or --eval_fraction too"),
-        ({"report_to": "nope"}, "report_to is 'nope', which is unknown or not installed; give one of none, all"),
+        ({"report_to": "nope"}, "report_to is 'nope', which is unknown or not installed; give one of"),
         ({"push_to_hub": "a b/c"}, "push_to_hub is 'a b/c', and nothing can be uploaded"),
         ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "which has no warmup; leave out one"),
     ],
