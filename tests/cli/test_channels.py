@@ -54,7 +54,7 @@ def test_an_evaluation_has_them_in_the_same_way(train, mixture, tmp_path):
     seen = []
     for number, how in enumerate(BATCHES):
         out = tmp_path / f"out{number}"
-        assert train(dataset=mixture, eval_fraction=0.3, output_dir=out, max_steps=1, **how) == 0
+        assert train(dataset=mixture, eval_fraction=0.5, output_dir=out, max_steps=1, **how) == 0
         seen.append(logged(out, "eval_loss")[0])
     assert seen[0].keys() == {"eval_loss", "eval_loss/math", "eval_loss/code"}
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
