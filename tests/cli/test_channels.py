@@ -4,6 +4,7 @@ import json
 
 import pytest
 from cli_runs import cut_after, read_metrics
+from warm import torchrun
 
 from unsloth_pack.cli import main
 from unsloth_pack.data.mixture import short_names
@@ -72,6 +73,19 @@ def test_a_stream_that_is_resumed_goes_on_with_them(train, mixture, tmp_path):
     cut_after(tmp_path / "one", 2)
     assert main(["train", "--resume", f"--output_dir={tmp_path / 'one'}"]) == 0
     assert logged(tmp_path / "one") == before
+
+
+def test_two_processes_log_those_of_one(train, model, mixture, tmp_path):
+    flags = {"dataset": mixture, "eval_fraction": 0.5, "max_steps": 2, "logging_steps": 2}
+    flags |= {"learning_rate": 0.01, "max_seq_length": 128, "max_token_loss": 1}
+    given = {"model_name": model, "output_dir": tmp_path / "two", "gradient_accumulation_steps": 1}
+    done = torchrun(2, "--sample_packing", **flags | given)
+    assert done.returncode == 0, done.stderr
+    assert train("--sample_packing", **flags, gradient_accumulation_steps=2) == 0
+    for name in ("loss", "eval_loss"):
+        one, two = (logged(tmp_path / out, name) for out in ("out", "two"))
+        assert [*one[-1]] == [*two[-1]] == [name, f"{name}/math", f"{name}/code"]
+        assert two == [pytest.approx(each, rel=1e-4) for each in one]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ data      a line each for the training and the evaluation data: the token ledger
           fingerprint of ids and labels, and how uneven the work of several ranks is
 log       what the trainer logs, with `step`, the `seconds` since this process began to train, and
           `memory_bytes`, the peak of its memory so far; with a loss also `tflops`, `mfu` and `hfu` since the
-          line before (`training/flops.py`), the latter two where the peak of the chip is known. `loss/NAME` and
-          `eval_loss/NAME` are means of each data set of a mixture
+          line before (`training/flops.py`), the latter two where the peak of the chip is known. `loss/NAME`
+          and `eval_loss/NAME` are means of each data set of a mixture
 demo      exact match on held-out rows, before and after
 nonfinite an update that was left out, with its `step`, rows and documents
 stopped   a signal ended the run after `step`
