@@ -1,13 +1,17 @@
 """The loss of each data set of a mixture: their mean over labels is the loss, however rows are batched."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from cli_runs import cut_after, read_metrics
+from device_reads import counted_reads
 from warm import torchrun
 
 from unsloth_pack.cli import main
 from unsloth_pack.data.mixture import short_names
+from unsloth_pack.training.document_losses import ChannelLosses
 
 
 @pytest.fixture
@@ -73,6 +77,20 @@ def test_a_stream_that_is_resumed_goes_on_with_them(train, mixture, tmp_path):
     cut_after(tmp_path / "one", 2)
     assert main(["train", "--resume", f"--output_dir={tmp_path / 'one'}"]) == 0
     assert logged(tmp_path / "one") == before
+
+
+@pytest.mark.parametrize("position_ids", [None, [[0, 1, 2, 3, 0, 1, 2, 3]]], ids=["padded", "packed"])
+def test_no_step_waits_for_them(position_ids):
+    shape = (2, 4) if position_ids is None else (1, 8)
+    outputs = SimpleNamespace(log_probs=-torch.ones(shape)[:, 1:], label_mask=torch.ones(shape)[:, 1:].bool())
+    losses = ChannelLosses(["math", "code"])
+    losses.channel = torch.tensor([1, 0])
+    described = None if position_ids is None else torch.tensor(position_ids)
+    with counted_reads() as places:
+        sums = losses.sums(outputs, described)
+    assert places == []
+    of_math, of_code = (3, 3) if position_ids is None else (3, 4)
+    assert [int(x) for x in sums] == [of_math, of_code] * 2
 
 
 def test_two_processes_log_those_of_one(train, model, mixture, tmp_path):
