@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.lora.expert_stacks import get_stored_stack
 from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules import train_only
@@ -203,7 +204,8 @@ def routing(model, routes=None):
 
 
 def _routed(block, seen, route):
-    n_experts = next(block.experts.parameters()).shape[0]
+    stacks = (get_stored_stack(module, "down_proj") for module in block.experts.modules())
+    n_experts = next(stack.shape[0] for stack in stacks if stack is not None)
     topk, patched = torch.topk, ExitStack()
 
     def chosen(scores, k, dim=-1, **options):

@@ -1,5 +1,6 @@
 """Runs once in the process that `warm` forks all others from, so that everything is imported there."""
 
+import atexit
 import gc
 import json
 import os
@@ -34,4 +35,5 @@ accelerate.state.GradientState._reset_state()
 # Five figures take longer than a short run
 html.render = lambda draw, file_format, **_: {"svg": b"<svg></svg>", "png": b"\x89PNG"}[file_format]
 gc.collect()
+atexit.register(gc.unfreeze)  # extensions complain of what is left at the exit
 gc.freeze()  # trainers collect garbage often: half a second each through all that was imported

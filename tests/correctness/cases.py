@@ -27,6 +27,7 @@ VARIANTS = {  # fields of a LoraConfig, or no adapter at all; the names of all n
     "distillation": {},  # from the base, which the model is without its adapter; see `DIVERGENCES`
     "reverse_kl": {},  # likewise; its arithmetic and that of jsd differ in the head alone, see `_HEADS`
     "jsd": {},
+    "sharded": {},  # in parts, one in each of two ranks with a row of its own, see `sharded.py`
     "two stages": {},  # its adapter comes from a folder, see `STAGES`
     "full": {"tuning": "full"},
     "frozen parts": {"tuning": "full", "frozen": ["embed_tokens", r"layers\.0"]},

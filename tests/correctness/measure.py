@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import BackendUnavailable
-from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-from .cases import CHECKPOINTING, DIVERGENCES, DTYPES, WITH_IMAGES
+from .cases import DIVERGENCES, DTYPES, WITH_IMAGES
 from .judge import Draw, judge_as_few
-from .models import NotApplicable, drawing_dropout
+from .models import NotApplicable, drawing_dropout, enable_checkpointing
+from .sharded import Sharded, TwoRanks
 from .subjects import Branches, Distillation, Text, WithImages
 
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
@@ -41,20 +41,19 @@ def _uncaptured_and_captured(case):
     references = _references(case.arch, case.window, case.variant, case.dtype)
     model = references.to_patch()
     patch = patch_model(model, case.backend)
+    if case.variant == "sharded":
+        yield from references.judge_ranks(case)
+        return
     with drawing_dropout(model):
         yield from _in_turn(case, references, model, patch)
 
 
 def _in_turn(case, references, model, patch):
-    enable_checkpointing(model, CHECKPOINTING[case.checkpointing])
+    about = enable_checkpointing(model, case.checkpointing, patch)
     decoder = model.get_decoder()
-    about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}
     if case.variant == "branches" and (why := decoder.unpadding.why_no_sharing):
         about["unshared"] = why
     plan = decoder.recompute_plan
-    if plan is not None:  # without this all of a tiny model fits, and nothing is recomputed
-        plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
-        about["plan"] = str(plan)
     graphs = decoder.step_graphs
     why_never, graphs.why_never = graphs.why_never, "it is to run uncaptured"
     yield {**about, **references.judge(model)}
@@ -111,6 +110,16 @@ class _References:
 
         return judge_as_few(run, self._dtype)
 
+    def judge_ranks(self, case):
+        """The rows of two ranks, that fail too where a step is not that of a whole model to the bit."""
+        ranks = TwoRanks(case, self._draws)
+        row = judge_as_few(ranks.run, self._dtype)
+        if ranks.different:
+            row["failed"] = [f"not as whole: {', '.join(ranks.different)}", *row.get("failed", [])]
+        uncaptured = ranks.about.pop("uncaptured")
+        yield {**ranks.about, **row}
+        yield {"uncaptured": uncaptured}
+
     def _draw(self, seed):
         documents, truth = self._subject.documents(seed), self._truth(seed)
         alone = self._subject.run_alone(self._model, documents, truth.routes)
@@ -118,14 +127,13 @@ class _References:
 
 
 _references = lru_cache(maxsize=1)(_References)  # cases come in order
+_SUBJECTS = {"branches": Branches, "sharded": Sharded} | dict.fromkeys(DIVERGENCES, Distillation)
 
 
 def _subject(arch, window, variant):
     if arch in WITH_IMAGES:
         return WithImages(arch, variant)
-    if variant in DIVERGENCES:
-        return Distillation(arch, window, variant)
-    return (Branches if variant == "branches" else Text)(arch, window, variant)
+    return _SUBJECTS.get(variant, Text)(arch, window, variant)
 
 
 @lru_cache(maxsize=1)

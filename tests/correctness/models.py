@@ -19,11 +19,13 @@ from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.kernels import reference
 from unsloth_pack.layers.mixers.state_space import StateMixer
 from unsloth_pack.lora import linear as layers
+from unsloth_pack.lora.expert_stacks import STACKS, is_quantised
 from unsloth_pack.lora.linear import FastLoraLinear
+from unsloth_pack.memory import checkpointing
 from unsloth_pack.models import arch_spec_for
 from unsloth_pack.patching.parts import mixers_by_layer
 
-from .cases import DTYPES, STAGES, VARIANTS, WINDOWS
+from .cases import CHECKPOINTING, DTYPES, STAGES, VARIANTS, WINDOWS
 
 
 class NotApplicable(Exception):
@@ -85,6 +87,20 @@ def copy_dequantised(quantised, exact):
             if type(module).__name__ == "Linear4bit" and not isinstance(module, LoraLayer):
                 weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
                 exact.get_submodule(name).weight.copy_(weight)
+            elif is_quantised(module):
+                for stack in STACKS:
+                    getattr(exact.get_submodule(name), stack).copy_(getattr(module, stack))
+
+
+def enable_checkpointing(model, mode, patch):
+    """Turn on a patched model's checkpointing; return what the reports of patch and plan say."""
+    checkpointing.enable_checkpointing(model, CHECKPOINTING[mode])
+    about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}
+    plan = model.get_decoder().recompute_plan
+    if plan is not None:  # without this all of a tiny model fits, and nothing is recomputed
+        plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
+        about["plan"] = str(plan)
+    return about
 
 
 def _overrides(arch, window, variant):

@@ -50,7 +50,7 @@ class _Worker:
     def __init__(self, cases):
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
         theirs.close()
         self.give(cases)
@@ -84,8 +84,10 @@ def _serve(pipe):
     import warnings
 
     import torch
+    from transformers.utils import logging
 
     warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     from .measure import measure
 
