@@ -48,6 +48,7 @@ PART = dict.fromkeys(
             backend=["sdpa"],
             checkpointing=["False"],
         ),
+        *cases(variant=["sharded"], backend=["sdpa"], checkpointing=["False", "True"]),
     ]
 )
 DAILY = (  # of them all variants, dtypes, windows and ways of checkpointing
@@ -70,6 +71,7 @@ DAILY = (  # of them all variants, dtypes, windows and ways of checkpointing
     ("deepseek_v3", "none", "full", "float16"),
     ("qwen3_moe", "none", "frozen parts", "float16"),
     ("deepseek_v3", "none", "trained tokens", "float16"),
+    ("llama", "none", "sharded", "nf4"),
 )
 
 
@@ -90,7 +92,8 @@ def test_packed_is_as_right_as_each_document_alone(model):
     rows = [row for case in models_of(PART)[model] for row in measure(case)]
     for row in rows:
         assert holds(row), row
-    assert any("logits" in row for row in rows) or "bitsandbytes" in rows[0]["refused"]
+    measured = any("logits" in row for row in rows)
+    assert measured or re.search(r"bitsandbytes|share a GPU|autocast", rows[0]["refused"])
 
 
 def test_branches_that_share_nothing_say_why():

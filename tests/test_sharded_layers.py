@@ -1,4 +1,7 @@
-"""A base in parts, one a process: weights, loss and gradients of a whole one, in a share of its memory."""
+"""A base in parts, one a process: weights, loss and gradients of a whole one, in a share of its memory.
+
+The grid has every architecture (`test_grid.py`); adapters of other layers than its own are here.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from warm import in_two_processes
 
-from unsloth_pack import FastLanguageModel, supported_architectures
+from unsloth_pack import FastLanguageModel
 from unsloth_pack.errors import InputError
 
 SAVED = {"modules_to_save": ["input_layernorm", "o_proj"], "target_modules": ["qkv_proj"]}
@@ -79,14 +82,6 @@ def test_layers_in_parts_make_the_step_of_whole_ones(tmp_path):
     for folder, (arch, *_) in zip(folders, CASES, strict=True):
         save_in_mxfp4(folder) if "MXFP4" in arch else save_model(folder, arch)
     in_two_processes(same, [*map(str, folders)], CASES)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("arguments", [{}, {"load_in_4bit": True}], ids=["float32", "nf4"])
-def test_every_architecture_in_parts_makes_the_step_of_a_whole_one(arguments, tmp_path):
-    """To the bit; the grid judges that of a whole one against float64."""
-    cases = [(arch, arguments, {}) for arch in supported_architectures()]
-    in_two_processes(same, [str(save_model(tmp_path / arch, arch)) for arch, *_ in cases], cases)
 
 
 def measured(rank, folder, share):
