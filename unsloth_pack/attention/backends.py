@@ -200,7 +200,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
 def choose_able(name: str, need: AttentionNeed, ability: str) -> str:
     """Return the first backend with the ability, `name` before all others; sdpa has any."""
     able = (other for other in (name, *BACKENDS) if getattr(BACKENDS[other], ability))
-    return next(other for other in able if why_unavailable(other, need) is None)
+    return next((other for other in able if why_unavailable(other, need) is None), "sdpa")
 
 
 def _try_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:

@@ -17,7 +17,7 @@ from trl import SFTConfig
 
 from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.checkpoints.names import CARD, METRICS
-from unsloth_pack.config.options import DataOptions, ModelOptions, TrainingOptions
+from unsloth_pack.config import TrainOptions, flat
 from unsloth_pack.data import load_rows
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
@@ -25,6 +25,7 @@ from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
+from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.patching.trainer_hooks import why_not_flat
 from unsloth_pack.report.callbacks import MetricsFile, ProgressCallback, line_of, peak_memory
 from unsloth_pack.report.html import ImageSeen, PackedRowSeen, draw_row, page_of, placed, plot_lengths, render
@@ -45,6 +46,7 @@ from unsloth_pack.report.terminal import (
     print_generations,
     print_lines,
     print_summary,
+    shortened,
 )
 from unsloth_pack.report.trackers import Results, Trackers
 from unsloth_pack.run.data import PreparedRows, TrainingData
@@ -57,6 +59,7 @@ from unsloth_pack.training.trainer import RunTrainer
 _EXAMPLES = 3  # generations shown side by side
 _ROWS_LOOKED_AT = 64  # for one to draw
 _THUMBNAIL = (96, 96)  # pixels, at most, of an image that is drawn
+_MOST_PARTS = 4  # lines on data sets in the banner
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
@@ -90,21 +93,18 @@ class RunReport:
     metrics: MetricsFile
     trainer: RunTrainer
     data: TrainingData
-    model: ModelOptions
-    options: DataOptions
-    training: TrainingOptions
+    options: TrainOptions
     dtype: torch.dtype
-    values: Mapping[str, object]  # of all options, by name
     memory: str | None = None  # what the run is expected to take of a GPU's
 
     def __post_init__(self) -> None:
         packs, rows = self.data.train.packs, self.data.train.rows
-        self._capacity = packs.capacity if packs else self.model.max_seq_length
+        self._capacity = packs.capacity if packs else self.options.model.max_seq_length
         self._stream = rows if isinstance(rows, RowStream) else None
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
         self.trainer.nonfinite_updates.report = self._report_nonfinite
-        self._trackers = Trackers(self.trainer, self.values)
+        self._trackers = Trackers(self.trainer, flat(self.options))
         self.trainer.add_callback(self._trackers)
         self.trainer.add_callback(ProgressCallback(self.console, self._print_banner))
 
@@ -118,7 +118,7 @@ class RunReport:
         assert isinstance(config, SFTConfig)
         if isinstance(rows, RowStream):
             return None
-        if self.options.sample_packing:
+        if self.options.data.sample_packing:
             packed: Any = self.trainer.train_dataset
             return fill_of_packed(packed, self._capacity)
         batch_size = 1 if config.padding_free else config.per_device_train_batch_size  # 1: nothing is padded
@@ -129,7 +129,7 @@ class RunReport:
         if not self.metrics.enabled:
             return
         fill, sampler, data = self._fill, self.trainer.packed_sampler, self.data
-        more: dict[str, Any] = {"mixture": self.options.mixture} if data.train.parts else {}
+        more: dict[str, Any] = {"mixture": self.options.data.mixture} if data.train.parts else {}
         more |= {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
         more |= {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
         self.metrics.write("data", use="train", **_described(data.train), **more)
@@ -137,10 +137,10 @@ class RunReport:
             self.metrics.write("data", use="eval", **_described(data.evaluation))
         if self._lengths is not None:
             path = self.metrics.path.parent / "lengths.png"
-            plot_lengths(self._lengths, self.model.max_seq_length, path)
+            plot_lengths(self._lengths, self.options.model.max_seq_length, path)
 
     def _print_banner(self, updates: int) -> None:
-        """Print model, patch, data and plan before the first step."""
+        """Print model, patch, data and plan before the first step: a screen, or all with `--verbose`."""
         trainer, config, data = self.trainer, self.trainer.args, self.data
         model: Any = trainer.model
         patch, sampler, ledger = patch_of(model), trainer.packed_sampler, data.train.ledger
@@ -150,20 +150,19 @@ class RunReport:
         else:
             trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
         report, dtype = patch.report, str(self.dtype).removeprefix("torch.")
+        counts = shortened(trained), shortened(everything)
         shape = f"{report.model_type}, {report.n_layers} layers"
         device = _device_name(config.device, config.world_size)
         lines = [
-            ("model", f"{self.model.model_name} ({shape}), {dtype} on {device}"),
-            ("trained", f"{trained:,} of {everything:,} parameters ({trained / everything:.2%})"),
-            ("attention", f"{report.attn_backend}: {report.attn_reason}"),
-            *((f"fused {kind}", what) for kind, what in report.fused.items()),
-            *((f"not fused {kind}", why) for kind, why in report.not_fused.items()),
+            ("model", f"{self.options.model.model_name} ({shape}), {dtype} on {device}"),
+            ("trained", f"{counts[0]} of {counts[1]} parameters ({trained / everything:.2%})"),
+            *_patch_lines(report, self.options.output.verbose),
             *self._data_lines(),
         ]
         if data.evaluation is not None:
-            counts = data.evaluation.ledger
+            of_eval = data.evaluation.ledger
             held_out = ", held out of the data" if ledger.rows_held_out else ""
-            read = f"{counts.rows_read:,} rows, {counts.tokens_read:,} tokens{held_out}"
+            read = f"{of_eval.rows_read:,} rows, {shortened(of_eval.tokens_read)} tokens{held_out}"
             lines.append(("evaluation", read))
         if self.memory is not None:
             lines.append(("memory", self.memory))
@@ -186,13 +185,13 @@ class RunReport:
             rows = f"rows of {packs.capacity:,} by {packs.strategy}, {packs.data_fingerprint[:12]}"
             packing.append(("packs", f"on disk, {rows}; always trained on as packed"))
         is_packed = fill is None or fill.documents > fill.rows
-        if is_packed and per_step > 1:
+        if is_packed and per_step > 1 and self.options.output.verbose:
             packing.append(("micro-batch", f"{per_step} packed rows, flattened into one"))
         if fill is not None:
             rows_of_update = min(per_update, fill.rows)  # an epoch ends with a shorter update
             update = f"{rows_of_update} rows, {rows_of_update * fill.documents_per_row:.1f} documents"
             update += f" ({min(per_update, fill.documents)} without packing)" if is_packed else ""
-            lines = [*ledger_lines(train.ledger, lines_of_parts(train.parts)), ("rows", fill_line(fill))]
+            lines = [*ledger_lines(train.ledger, self._part_lines()), ("rows", fill_line(fill))]
             return [*lines, *packing, ("update", update)]
         assert self._stream is not None
         packer = self._stream.packer
@@ -200,7 +199,7 @@ class RunReport:
         counted = train.ledger.tokens_counted  # 0 for prompts, of which targets will be made
         return [
             ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
-            *lines_of_parts(train.parts),
+            *self._part_lines(),
             ("first rows", ledger_line(train.ledger)),
             *([("loss on", f"in the first rows: {loss_line(train.ledger)}")] if counted else []),
             ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
@@ -208,13 +207,21 @@ class RunReport:
             ("update", f"{per_update} rows"),
         ]
 
+    def _part_lines(self) -> list[Line]:
+        lines = lines_of_parts(self.data.train.parts)
+        if self.options.output.verbose or len(lines) <= _MOST_PARTS:
+            return lines
+        shown = _MOST_PARTS - 1
+        return [*lines[:shown], ("more", f"{len(lines) - shown} lines like these; --verbose shows them")]
+
     def _describe_optimizer(self) -> str:
-        training, config = self.training, self.trainer.args
+        training, config = self.options.training, self.trainer.args
         why_not = why_not_flat(config, self.trainer.model)
         takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
         if training.optimizer_in_backward:
             takes = "each weight in the backward pass, where its gradient is freed"
-        said = f"{training.optim}, learning rate {config.learning_rate:g}, {takes}"
+        said = f"{training.optim}, learning rate {config.learning_rate:g}"
+        said += f", {takes}" if self.options.output.verbose else ""
         return f"{said}; float32 masters on the host" if training.masters_on_host else said
 
     def summarise(self) -> tuple[RunSummary, TokenLedger]:
@@ -239,9 +246,9 @@ class RunReport:
         folder, patch = self.metrics.path.parent, patch_of(cast(PeftModel, self.trainer.model))
         assert patch is not None
         with self._or_say("report.html was not written"):
-            row = self._row_to_draw() if self.options.sample_packing else None
+            row = self._row_to_draw() if self.options.data.sample_packing else None
             lines = [*read_lines(folder), line_of("summary", **figures)]
-            text = page_of(lines, patch.report, self._lengths, row, self.model.max_seq_length)
+            text = page_of(lines, patch.report, self._lengths, row, self.options.model.max_seq_length)
             with write_file(folder / "report.html") as file:
                 file.write(text.encode("utf-8", "replace"))
 
@@ -255,7 +262,7 @@ class RunReport:
         folder = self.metrics.path.parent
         files = [path for name in ("report.html", METRICS, CARD) if (path := folder / name).is_file()]
         with self._or_say("a tracker got no results"), TemporaryDirectory() as aside:
-            row = self._row_to_draw() if self.options.sample_packing else None
+            row = self._row_to_draw() if self.options.data.sample_packing else None
             picture = Path(aside, "packed_row.png")
             if row is not None:
                 picture.write_bytes(render(draw_row(row), "png", dpi=130))
@@ -281,6 +288,17 @@ class RunReport:
         is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
         images = _images_to_draw(row, self.data.images) if self.data.images else []
         return PackedRowSeen(row["seq_lengths"], is_counted, self._capacity, images)
+
+
+def _patch_lines(report: PatchReport, verbose: bool) -> list[Line]:
+    if verbose:
+        return [
+            ("attention", f"{report.attn_backend}: {report.attn_reason}"),
+            *((f"fused {kind}", what) for kind, what in report.fused.items()),
+            *((f"not fused {kind}", why) for kind, why in report.not_fused.items()),
+        ]
+    why = f"{', '.join(report.not_fused)}; --verbose and report.html say why"
+    return [("attention", report.attn_backend), *([("not fused", why)] if report.not_fused else [])]
 
 
 def _described(rows: PreparedRows) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str
         [metrics, stop],
         objective,
     )
-    report = RunReport(console, metrics, trainer, data, o.model, o.data, o.training, dtype, flat(o), memory)
+    report = RunReport(console, metrics, trainer, data, o, dtype, memory)
     if checkpoint is None:
         report.write_data()
     advice = {"max_seq_length": o.model.max_seq_length, "quantised": o.model.load_in_4bit}

@@ -180,6 +180,7 @@ class OutputOptions(Section):
     resume: bool = False
     overwrite_output_dir: bool = False
     logging_steps: t.Count = 1
+    verbose: bool = False
     save_steps: t.Count | None = None
     save_delay_steps: t.CountFrom0 | None = None
     report_to: str = "none"

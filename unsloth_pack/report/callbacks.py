@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -34,7 +35,8 @@ from unsloth_pack.report.metrics import read_lines
 from unsloth_pack.report.terminal import LastingConsole
 
 _FAILED = 1000  # above the number of any signal
-_LINES = 20  # of progress in a run, where there is no terminal for a bar
+_LINES = 20  # of progress in a run, where there is no terminal for a bar; more where
+_MOST_SECONDS = 60  # between two of them would be exceeded
 
 
 class MetricsFile(TrainerCallback):
@@ -136,7 +138,7 @@ class RunConsole(LastingConsole):
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar with the loss on a terminal, else a line now and then.
+    """A bar with the loss on a terminal, else a line now and then with the time that is left.
 
     `announce` is called before the first step, with the number of updates that the run will have.
     """
@@ -159,6 +161,9 @@ class ProgressCallback(TrainerCallback):
         self.announce(state.max_steps)
         self.task = self.progress.add_task("", total=state.max_steps, completed=state.global_step)
         self.progress.start()
+        self._began = self._told = time.monotonic()
+        self._from_step = self._told_step = state.global_step
+        self._line = ""
 
     def on_log(
         self, args: Args, state: State, control: Control, logs: dict[str, object] | None = None, **_: object
@@ -166,16 +171,27 @@ class ProgressCallback(TrainerCallback):
         name = next((name for name in ("eval_loss", "loss") if name in (logs or {})), None)
         if logs is None or name is None:
             return
-        line = f"{name.replace('_', ' ')} {logs[name]:.4f}"
+        self._line = f"{name.replace('_', ' ')} {logs[name]:.4f}"
         if "eval_accuracy" in logs:
-            line += f", accuracy {logs['eval_accuracy']:.1%}"
-        self.progress.update(self.task, description=line)
-        every = -(-state.max_steps // _LINES)
-        if not self.console.is_terminal and (name == "eval_loss" or state.global_step % every == 0):
-            self.console.print(f"update {state.global_step}/{state.max_steps}  {line}")
+            self._line += f", accuracy {logs['eval_accuracy']:.1%}"
+        self.progress.update(self.task, description=self._line)
+        if name == "eval_loss" or state.global_step - self._told_step >= -(-state.max_steps // _LINES):
+            self._tell(state)
 
     def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.progress.update(self.task, completed=state.global_step)
+        if time.monotonic() - self._told >= _MOST_SECONDS:
+            self._tell(state)
+
+    def _tell(self, state: State) -> None:
+        self._told, self._told_step = time.monotonic(), state.global_step
+        if self.console.is_terminal:
+            return
+        passed = self._told - self._began
+        left = (state.max_steps - state.global_step) * passed / max(1, state.global_step - self._from_step)
+        spent, rest = (timedelta(seconds=round(seconds)) for seconds in (passed, left))
+        line = f"update {state.global_step}/{state.max_steps}  {self._line}  {spent} elapsed, {rest} left"
+        self.console.print(line, soft_wrap=True)
 
     def on_train_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.progress.stop()

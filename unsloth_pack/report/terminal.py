@@ -167,13 +167,17 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     shares = {"MFU": summary.mfu, "HFU": summary.hfu}
     speed += "".join(f", {name} {share:.1%}" for name, share in shares.items() if share is not None)
     passes = "" if summary.stream else f" in {summary.epochs:.4g} epochs"
-    unscored = summary.tokens_trained - summary.tokens_counted
-    tokens = f"{summary.tokens_trained:,} trained{passes}: {summary.tokens_counted:,} counted in the loss"
+    tokens = f"{shortened(summary.tokens_trained)} trained{passes}"
+    parts = {
+        " counted in the loss": summary.tokens_counted,
+        " without loss": summary.tokens_trained - summary.tokens_counted,
+        " of padding beside": summary.tokens_padded,
+    }
     lines = [
         ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
         ("speed", speed),
         *ledger_lines(ledger, _read_lines(summary)),
-        ("tokens", f"{tokens}, {unscored:,} without loss; and {summary.tokens_padded:,} of padding"),
+        ("tokens", "; ".join([tokens, *(f"{shortened(n)}{what}" for what, n in parts.items() if n)])),
         ("peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
@@ -190,9 +194,10 @@ def _read_lines(summary: RunSummary) -> list[Line]:
     """Say what was read of a stream."""
     if summary.stream is None:
         return []
-    waiting = f"{summary.stream.waiting:,} documents were read and not trained on"
+    waiting = summary.stream.waiting
+    left = f"; {waiting:,} documents were read and not trained on" if waiting else ""
     return [
-        ("rows", f"{fill_line(summary.stream.fill)}; {waiting}"),
+        ("rows", f"{fill_line(summary.stream.fill)}{left}"),
         ("passes", f"{summary.epochs:,.0f} over the data were read to the end"),
         *(
             ("read", f"{name}: {rows:,} rows, {tokens:,} tokens")
@@ -224,6 +229,12 @@ def print_lines(console: Console, title: str, lines: Iterable[Line]) -> None:
     console.print(table)
 
 
+def shortened(number: int) -> str:
+    """Write a number of tokens or weights: all digits below a million, else millions, billions (M, B, T)."""
+    unit = next((n for n in (12, 9, 6) if number >= 10**n), 0)
+    return f"{number / 10**unit:,.1f} {'MBT'[unit // 3 - 2]}" if unit else f"{number:,}"
+
+
 def lines_of_parts(parts: Sequence[Part]) -> list[Line]:
     """Say the share of each data set of a mixture, and which of its columns are not used."""
     are_weighted = len(parts) > 1 or any(part.weight != 1 for part in parts)
@@ -239,7 +250,7 @@ def _share(part: Part, parts: Sequence[Part]) -> str:
     held_out = f", {part.held_out:,} held out" if part.held_out else ""
     return (
         f"weight {part.weight:g}, {part.trained_documents:,} from {part.documents:,} documents{held_out}, "
-        f"{part.trained_tokens:,} tokens ({part.trained_tokens / total:.1%})"
+        f"{shortened(part.trained_tokens)} tokens ({part.trained_tokens / total:.1%})"
     )
 
 
@@ -248,17 +259,18 @@ def ledger_lines(ledger: TokenLedger, between: Iterable[Line]) -> list[Line]:
 
 
 def ledger_line(ledger: TokenLedger) -> str:
+    """Say what was read, and what was done to some of it."""
     changes = {
-        "held out": (ledger.tokens_held_out, ledger.rows_held_out),
-        "not drawn": (ledger.tokens_not_drawn, ledger.rows_not_drawn),
-        "repeated": (ledger.tokens_repeated, ledger.rows_repeated),
-    }  # by a mixture, a limit or an evaluation
-    return (
-        f"{ledger.rows_read:,} rows, {ledger.tokens_read:,} tokens; "
-        f"truncated {ledger.tokens_truncated:,} tokens of {ledger.rows_truncated:,} rows; "
-        f"dropped {ledger.tokens_dropped:,} tokens of {ledger.rows_fully_masked:,} fully masked rows; "
-        f"split {ledger.tokens_split:,} tokens of {ledger.rows_split:,} rows"
-    ) + "".join(f"; {what} {tokens:,} tokens of {n:,} rows" for what, (tokens, n) in changes.items() if n)
+        "truncated": (ledger.tokens_truncated, "", ledger.rows_truncated),
+        "dropped": (ledger.tokens_dropped, "fully masked ", ledger.rows_fully_masked),
+        "split": (ledger.tokens_split, "", ledger.rows_split),
+        "held out": (ledger.tokens_held_out, "", ledger.rows_held_out),
+        "not drawn": (ledger.tokens_not_drawn, "", ledger.rows_not_drawn),
+        "repeated": (ledger.tokens_repeated, "", ledger.rows_repeated),
+    }
+    told = [f"{ledger.rows_read:,} rows, {shortened(ledger.tokens_read)} tokens"]
+    told += [f"{what} {n:,} tokens of {rows:,} {of}rows" for what, (n, of, rows) in changes.items() if rows]
+    return "; ".join(told)
 
 
 def _image_lines(ledger: TokenLedger) -> list[Line]:
@@ -277,14 +289,14 @@ def _image_lines(ledger: TokenLedger) -> list[Line]:
 
 
 def loss_line(ledger: TokenLedger) -> str:
-    return (
-        f"{ledger.tokens_counted:,} tokens; without loss {ledger.tokens_masked_by_template:,} masked by the "
-        f"template, {ledger.tokens_masked_at_boundaries:,} at boundaries"
-    )
+    parts = {
+        "masked by the template": ledger.tokens_masked_by_template,
+        "at boundaries": ledger.tokens_masked_at_boundaries,
+    }
+    without = ", ".join(f"{shortened(n)} {what}" for what, n in parts.items() if n)
+    return f"{shortened(ledger.tokens_counted)} tokens" + (f"; without loss {without}" if without else "")
 
 
 def fill_line(fill: RowFill) -> str:
-    return (
-        f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full, "
-        f"{fill.padding:,} tokens of padding"
-    )
+    padding = f", {shortened(fill.padding)} tokens of padding" if fill.padding else ""
+    return f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full{padding}"

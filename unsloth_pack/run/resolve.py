@@ -76,7 +76,7 @@ def with_paths(named: Named, change: Callable[[str], str]) -> Named:
 
 
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
-FREE_ON_RESUME = {"config", "resume", "dry_run", "output_dir", "logging_steps", "report_to"}
+FREE_ON_RESUME = {"config", "resume", "dry_run", "output_dir", "logging_steps", "verbose", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
