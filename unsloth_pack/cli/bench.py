@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0, or 1 where the patched model did not come through on packed rows.
     """
-    flags = _parser().parse(arguments)
+    flags = build_parser().parse(arguments)
     check_sources(flags)
 
     from unsloth_pack.cli import quieten
@@ -69,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if breakdown is not None else 1
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     parser = Parser(
         prog="unsloth-pack bench",
         description="Train for a few steps, patched and as plain transformers with PEFT, on packed rows and "

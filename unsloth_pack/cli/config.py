@@ -21,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     """Show, check, or describe config files; nothing is loaded or written."""
     action, *rest = arguments or ["--help"]
     if action.startswith("-"):
-        _parser().parse(arguments or ["--help"])
+        build_parser().parse(arguments or ["--help"])
     if action not in ACTIONS:
         raise InputError(f"config has no action {action!r}; use one of {', '.join(ACTIONS)}")
     if action == "schema":
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
     if file and flags and not flags[0].startswith("-"):
         raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
-    loaded = load([*(f"--config={name}" for name in file), *flags], _parser())
+    loaded = load([*(f"--config={name}" for name in file), *flags], build_parser())
     if action == "check" and "config" not in loaded.given:
         raise InputError("config check is given no file; name one")
     with telling_places(loaded):
@@ -46,7 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
     return train_parser(
         prog="unsloth-pack config",

@@ -101,10 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0 where everything is fine, else 1.
     """
-    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
-    parser.add_switch("--json", "print JSON")
-    as_json = parser.parse(arguments).get("json", False)
-
+    as_json = build_parser().parse(arguments).get("json", False)
     looks = (_versions, _private_names, _devices, _attention, _breakages, _variables)
     lines = [line for look in looks for line in look(device_type())]
     is_fine = not any(line.remedy for line in lines)
@@ -114,6 +111,13 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _print(console, lines)
     return 0 if is_fine else 1
+
+
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
+    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
+    parser.add_switch("--json", "print JSON")
+    return parser
 
 
 def _versions(device_type: str) -> Iterator[Line]:

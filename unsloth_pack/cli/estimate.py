@@ -25,11 +25,8 @@ _SHARES = {  # of the memory
 
 def run(arguments: Sequence[str]) -> int:
     """Print the estimate of a run with the flags of `train`, on this GPU or on the one that `--gpu` names."""
-    parser = Parser(add_help=False)
-    parser.add_argument("--gpu")
-    parser.add_switch("--json", "print JSON")
-    own, flags = parser.parse_known_args(arguments)
-    loaded = load(flags, _parser())
+    own, flags = _with_own_flags(Parser(add_help=False)).parse_known_args(arguments)
+    loaded = load(flags, build_parser())
     with telling_places(loaded):
         options = with_optimizer(resolve(loaded), "cuda")
         validate_file(options)
@@ -77,10 +74,18 @@ def _lines(estimate: "RunEstimate", plan: dict[str, Any], advice: str | None) ->
     return lines
 
 
-def _parser() -> Parser:
-    return train_parser(
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
+    parser = train_parser(
         prog="unsloth-pack estimate",
         usage="unsloth-pack estimate [--gpu NAME] [--json] [flags of train]",
         description="Estimate memory and time of a run, from the configuration of its model and from the "
-        "data that --dataset names. --gpu names another GPU than this machine's; --json prints JSON.",
+        "data that --dataset names.",
     )
+    return _with_own_flags(parser)
+
+
+def _with_own_flags(parser: Parser) -> Parser:
+    parser.add_argument("--gpu", metavar="NAME", help="a GPU, such as 4090 or h100 (default: this machine's)")
+    parser.add_switch("--json", "print JSON")
+    return parser

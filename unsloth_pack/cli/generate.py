@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
 
     With `--image`, which may be given several times, every prompt is asked about these images.
     """
-    flags = _parser().parse(arguments)
+    flags = build_parser().parse(arguments)
     if not flags.get("prompt", "-").strip():
         raise InputError("prompt is empty; give some text")
     prompts = [flags["prompt"]] if "prompt" in flags else (line.rstrip("\n") for line in sys.stdin)
@@ -49,7 +49,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
     add = parser.add_argument
     parser.add_option("model_name", "demo, a folder of a model or an adapter, or a hub name (default: demo)")

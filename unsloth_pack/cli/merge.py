@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     An adapter makes up for what its base model lost in 4 bits, 8 bits or fp8. So the adapter of a run is
     merged into the weights that it was trained on, unless others are asked for.
     """
-    flags = _parser().parse(arguments)
+    flags = build_parser().parse(arguments)
     for name in ("model_name", "save_path"):
         if name not in flags:
             raise InputError(f"--{name} is missing; see `unsloth-pack merge --help`")
@@ -58,7 +58,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
     parser.add_option("model_name", "folder of the adapter; has to be given")
     parser.add_option("save_path", "folder to save in; new, or empty; has to be given")

@@ -27,12 +27,17 @@ _NO_IMAGES = "and a teacher reads text alone; take them out, or pack them with `
 
 def run(arguments: Sequence[str]) -> int:
     """Write the packs of a data set to `--out`, and print what is in them; with `--json` as JSON."""
+    return write(build_parser().parse(arguments), "pack")
+
+
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     description = "Tokenise and pack a data set once; train on it with --dataset DIR."
     parser = pack_parser("pack", description, "whose tokenizer is used: demo, a folder, or a hub name")
     add_image_flags(parser)
     paths = "refer to files of images by their paths, instead of holding what they hold"
     parser.add_switch("--image_paths", paths)
-    return write(parser.parse(arguments), "pack")
+    return parser
 
 
 def write(

@@ -23,7 +23,7 @@ _FOLDER = files("unsloth_pack") / "recipes"
 
 def run(arguments: Sequence[str]) -> int:
     """List, print or copy recipes."""
-    words = _parser().parse(arguments)
+    words = build_parser().parse(arguments)
     action, name = words.get("action") or "list", words.get("name")
     if action not in ACTIONS:
         raise InputError(f"recipe has no action {action!r}; use one of {', '.join(ACTIONS)}")
@@ -41,7 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
     parser = Parser(
         prog="unsloth-pack recipe",

@@ -26,7 +26,7 @@ _DEFAULT_CAPS = (1024, 2048, 4096)
 
 def run(arguments: Sequence[str]) -> int:
     """Print the report of a data set; with `--json` as JSON, with `--png` also a histogram."""
-    flags = _parser().parse(arguments)
+    flags = build_parser().parse(arguments)
     png = Path(flags["png"]) if "png" in flags else None
     if png is not None:
         check_picture("png", png)
@@ -63,7 +63,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     parser = Parser(
         prog="unsloth-pack stats", description="Document lengths, and a forecast of packing them."
     )

@@ -14,7 +14,7 @@ from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS, quieten
 from unsloth_pack.cli.estimate import show
 from unsloth_pack.cli.run_errors import check_end, check_learned, explained, say_how_to_resume
-from unsloth_pack.config import TrainOptions, flat, load, telling_places, train_parser
+from unsloth_pack.config import Parser, TrainOptions, flat, load, telling_places, train_parser
 from unsloth_pack.config.options import OutputOptions
 from unsloth_pack.errors import raise_together
 from unsloth_pack.forked import children_end_with_this_process
@@ -46,9 +46,7 @@ def run(arguments: Sequence[str]) -> int:
 
     Returns 0, or 130, 143 or 129 where SIGINT, SIGTERM or SIGHUP ended the run, with a checkpoint to resume.
     """
-    others = ", ".join(name for name in SUBCOMMANDS if name != "train")
-    epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
-    loaded = load(arguments, train_parser(epilog=epilog))
+    loaded = load(arguments, build_parser())
     with telling_places(loaded):
         check_launcher()
         with refused_together():
@@ -70,6 +68,13 @@ def run(arguments: Sequence[str]) -> int:
             raise_together(wrong_folders(options))  # again: another run may have ended there just before
             memory = None if estimate is None else f"about {estimate}"
             return _run(options, config, dtype, memory)
+
+
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
+    others = ", ".join(name for name in SUBCOMMANDS if name != "train")
+    epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version. "
+    return train_parser(epilog=epilog + "--print-completion bash|zsh|tcsh prints what completes them.")
 
 
 def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":

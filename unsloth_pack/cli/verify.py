@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0 where every check passed, 1 where one failed.
     """
-    flags = _parser().parse(arguments)
+    flags = build_parser().parse(arguments)
     check_sources(flags)
 
     from unsloth_pack.checkpoints.loading import find_model, load_config
@@ -57,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if report.passed else 1
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
     parser = Parser(
         prog="unsloth-pack verify",
         description="Check that in this model the documents of a packed row do not see each other, and that "

@@ -20,6 +20,7 @@ from unsloth_pack.checkpoints.atomic import write_file
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.errors import printable
 from unsloth_pack.patching.report import PatchReport
+from unsloth_pack.report.terminal import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +43,24 @@ _PARTS = (  # where lines have them: the use of the device, and parts of a loss
     ("rewards/accuracies", "pairs with a higher reward of the better answer", 1.0),
     ("kl", "KL from the reference (nats an answer)", 1.0),
 )
+_WORDS = {  # of a summary and its ledger, in place of the names of their fields
+    "steps": "updates",
+    "documents_per_second": "documents a second",
+    "tokens_per_second": "tokens a second",
+    "peak_memory_bytes": "peak memory",
+    "peak_memory_of": "which is",
+    "peak_memory_by_rank": "peak memory by rank",
+    "first_loss": "loss at first (nats a token)",
+    "last_loss": "loss at last (nats a token)",
+    "output_dir": "output folder",
+    "tflops": "model TFLOP/s a device",
+    "mfu": "MFU",
+    "hfu": "HFU",
+    "prompts_rerendered": "rows that change the tokens of their prompt",
+    "longest": "tokens of the longest row",
+    "p99": "tokens of a row, 99th percentile",
+}
+_MOST_LENGTHS = 12  # of documents in a row that are listed
 # The browser asks nobody for anything, whatever stands in the page
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
@@ -116,7 +135,7 @@ def draw_row(row: PackedRowSeen) -> Figure:
         edges = np.flatnonzero(np.diff(np.pad(row.is_counted[start:end].astype(np.int8), 1)))
         for first, last in edges.reshape(-1, 2):  # of each run of tokens that count
             axes.axvspan(start + first, start + last, ymax=top, color=colour, linewidth=0)
-        axes.axvline(end, ymax=top, color="black", linewidth=1, gid=f"boundary-{number}")
+        axes.axvline(end, ymax=top, color="black", linewidth=min(1, 20 / len(ends)), gid=f"boundary-{number}")
     axes.axvspan(ends[-1], row.capacity, ymax=top, color="0.85", linewidth=0)
     width = 1 / max(1, len(images))
     for number, image in enumerate(images):
@@ -256,8 +275,8 @@ def page_of(
         "Held-out rows": _answers(by_kind["demo"][-1]) if "demo" in by_kind else "",
         "Lengths of documents": drawn_lengths,
         "A packed row": _row(row) if row is not None else "",
-        "Where the tokens went": _table(summary["ledger"]),
-        "Summary": _table({k: v for k, v in summary.items() if k not in ("kind", "ledger")}),
+        "Where the tokens went": _table(_in_words(summary["ledger"])),
+        "Summary": _table(_in_words({k: v for k, v in summary.items() if k not in ("kind", "ledger")})),
         "Patch": _table(
             {
                 "architecture": f"{patch.model_type}, {patch.n_layers} layers",
@@ -304,8 +323,13 @@ def _answers(demo: Mapping[str, Any]) -> str:
 
 
 def _row(row: PackedRowSeen) -> str:
+    lengths = ", ".join(map(str, row.lengths))
+    if len(row.lengths) > _MOST_LENGTHS:
+        lengths = (
+            f"{min(row.lengths):,} to {max(row.lengths):,}, in the median {np.median(row.lengths):,.0f},"
+        )
     legend = (
-        f"{len(row.lengths)} documents of {', '.join(map(str, row.lengths))} tokens. Lines are their "
+        f"{len(row.lengths)} documents of {lengths} tokens. Lines are their "
         "boundaries, which no token sees across. Dark tokens count in the loss: "
         f"{int(row.is_counted.sum()):,} of {len(row.is_counted):,}."
     )
@@ -318,6 +342,23 @@ def _note(text: str) -> str:
     return f'<p class="note">{_text(text)}</p>'
 
 
+def _in_words(values: Mapping[str, Any]) -> dict[str, object]:
+    """Name figures by words, with their units, one by one; leave out those that are 0 or unknown."""
+    figures: dict[str, object] = {}
+    for name, value in values.items():
+        label = _WORDS.get(name, name.replace("_", " "))
+        if isinstance(value, Mapping):
+            figures |= {f"{label}: {key}": figure for key, figure in _in_words(value).items()}
+        elif name.startswith("peak_memory") and not isinstance(value, str):
+            sizes = value if isinstance(value, list) else [value]
+            figures[label] = ", ".join(f"{size / 2**30:,.2f} GiB" for size in sizes)
+        elif name in ("mfu", "hfu") and value:
+            figures[label] = f"{value:.1%}"
+        elif value:
+            figures[label] = value
+    return figures
+
+
 def _table(values: Mapping[str, object]) -> str:
     rows = [f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in values.items()]
     return f"<table>{''.join(rows)}</table>"
@@ -325,8 +366,8 @@ def _table(values: Mapping[str, object]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-        return f'<td class="number">{shown}</td>'
+        shown = shortened(value) if isinstance(value, int) else f"{value:,.6g}"
+        return f'<td class="number" title="{value:,}">{shown}</td>'
     return f"<td>{_text(value if isinstance(value, str) else json.dumps(value))}</td>"
 
 
