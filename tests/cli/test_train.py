@@ -31,6 +31,11 @@ def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
     for said in ("sdpa", "documents a row", "real tokens/s", "GiB of process memory", "loss", str(out.name)):
         assert said in shown.out
     assert "Warning" not in shown.err
+    assert not {"\r", "\x1b"} & {*shown.out}  # it is no terminal
+    banner = shown.out[: shown.out.index("└")].splitlines()
+    assert len(banner) < 20
+    assert max(map(len, banner)) <= 80
+    assert "not fused  │ step; --verbose and report.html say why" in shown.out
 
     files = {path.name for path in out.iterdir()}
     assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "metrics.jsonl"}
@@ -115,6 +120,14 @@ def test_what_was_trained_is_the_ledger_times_the_epochs(layout, train, tmp_path
     assert f"{summary['tokens_trained']:,} trained in 2 epochs" in said
     assert f"truncated {ledger['tokens_truncated']:,} tokens of {ledger['rows_truncated']} rows" in said
     assert f"{ledger['tokens_masked_by_template']:,} masked by the template" in said
+
+
+def test_verbose_says_what_is_fused_and_why_not(train, capsys):
+    assert train("--verbose", max_steps=1) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for said in ("fused norms", "not fused step not captured in CUDA graphs", "one weight after another"):
+        assert said in shown
+    assert "--verbose" not in shown
 
 
 def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, capsys, data):

@@ -1,8 +1,10 @@
 """The command line as shells, services and schedulers start it: folders, streams, variables, copied runs."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tables import table
 
 import unsloth_pack
 from unsloth_pack.cli import main
@@ -234,3 +237,44 @@ def read_until_closed(terminal):
     with contextlib.suppress(OSError):
         while os.read(terminal, 4096):
             pass
+
+
+# ---- completion
+
+
+@pytest.fixture(scope="module")
+def completed():
+    """What bash offers for the last of these words."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["--print-completion", "bash"]) == 0
+    script = said.getvalue()
+    function = re.search(r"complete .*-F (\w+) unsloth-pack", script)[1]
+    offer = f'\nCOMP_WORDS=("$@") COMP_CWORD=$(($# - 1))\n{function}\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+
+    def complete(*words):
+        command = ["bash", "-c", script + offer, "unsloth-pack", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+
+    return complete
+
+
+@table(
+    ("words", "offered"),
+    [
+        (["st"], ["stats"]),
+        (["--load_in"], ["--load_in_4bit", "--load_in_8bit", "--load_in_fp8"]),
+        (["estimate", "--gp"], ["--gpu"]),
+        (["merge", "--save_method", "lora_"], ["lora_vllm"]),
+    ],
+)
+def test_bash_completes(completed, words, offered):
+    assert completed("unsloth-pack", *words) == offered
+
+
+def test_completion_needs_shtab_and_a_known_shell(monkeypatch, capsys):
+    assert main(["--print-completion", "cmd"]) == 2
+    assert "--print-completion is 'cmd'; give one of bash, zsh" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    assert "--print-completion needs shtab; pip install shtab" in capsys.readouterr().err

@@ -37,6 +37,7 @@ LINES = [
     log(2, 2.5, 300, eval_loss=2.2),
     {"kind": "summary", "steps": 2, "seconds": 2.5, "ledger": {"tokens_read": 1234567}, "last_loss": None},
 ]
+LINES[-1] |= {"peak_memory_bytes": 3 * 2**29, "mfu": 0.25, "broken_images": 0}
 
 
 class Page(HTMLParser):
@@ -86,8 +87,8 @@ def asks_nobody(text):
 def test_it_asks_nobody_and_shows_everything():
     text = page_of(LINES, *SEEN)
     shown = "".join(asks_nobody(text).texts)
-    parts = ["1,234,567", "2.13.0", "5 RMS norms", "a & b", "<why>", "5, 3 tokens", "5 of 8", "eval", "null"]
-    for part in (*parts, "<img src=http://evil.example/x.png>"):  # as text
+    parts = ["tokens read1.2 M", "2.13.0", "5 RMS norms", "a & b", "<why>", "5, 3 tokens", "5 of 8", "null"]
+    for part in (*parts, "eval", "<img src=http://evil.example/x.png>"):  # as text
         assert part in shown, part
     assert "\x1b" not in shown
     assert text.count("<svg") == 3
@@ -96,6 +97,26 @@ def test_it_asks_nobody_and_shows_everything():
     ids, used = re.findall(r' id="([^"]+)"', text), re.findall(r'(?:href="|url\()#([^")]+)', text)
     assert len(set(ids)) == len(ids)
     assert set() < set(used) <= set(ids)
+
+
+def test_figures_have_words_and_units_and_zeros_are_left_out():
+    shown = asks_nobody(page_of(LINES, *SEEN)).texts
+    told = shown[shown.index("Summary") : shown.index("Patch")]
+    assert [text for text in told if text.strip()] == [
+        *("Summary", "updates", "2", "seconds", "2.5"),
+        *("peak memory", "1.50 GiB", "MFU", "25.0%"),
+    ]
+
+
+def test_a_row_of_fifty_documents_is_drawn_in_strips():
+    lengths = [20, 60] * 25
+    row = PackedRowSeen(lengths, np.ones(2000, bool), 2100)
+    text = page_of(LINES, PATCH, np.array(lengths), row, 99)
+    shown = "".join(asks_nobody(text).texts)
+    assert "50 documents of 20 to 60, in the median 40, tokens" in shown
+    assert len(re.findall(r'id="row-boundary-\d+"', text)) == 50
+    strips = draw_row(row).axes
+    assert [axes.get_xlim() for axes in strips] == [(0, 525), (525, 1050), (1050, 1575), (1575, 2100)]
 
 
 def test_images_stand_above_their_tokens():

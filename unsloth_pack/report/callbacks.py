@@ -175,13 +175,17 @@ class ProgressCallback(TrainerCallback):
         if "eval_accuracy" in logs:
             self._line += f", accuracy {logs['eval_accuracy']:.1%}"
         self.progress.update(self.task, description=self._line)
-        if name == "eval_loss" or state.global_step - self._told_step >= -(-state.max_steps // _LINES):
+        is_due = state.global_step - self._told_step >= -(-state.max_steps // _LINES)
+        if name == "eval_loss" or is_due or self._is_late():
             self._tell(state)
 
     def on_step_end(self, args: Args, state: State, control: Control, **_: object) -> None:
         self.progress.update(self.task, completed=state.global_step)
-        if time.monotonic() - self._told >= _MOST_SECONDS:
+        if self._is_late() and not control.should_log:
             self._tell(state)
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._told >= _MOST_SECONDS
 
     def _tell(self, state: State) -> None:
         self._told, self._told_step = time.monotonic(), state.global_step

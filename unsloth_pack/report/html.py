@@ -45,11 +45,7 @@ _PARTS = (  # where lines have them: the use of the device, and parts of a loss
 )
 _WORDS = {  # of a summary and its ledger, in place of the names of their fields
     "steps": "updates",
-    "documents_per_second": "documents a second",
-    "tokens_per_second": "tokens a second",
     "peak_memory_bytes": "peak memory",
-    "peak_memory_of": "which is",
-    "peak_memory_by_rank": "peak memory by rank",
     "first_loss": "loss at first (nats a token)",
     "last_loss": "loss at last (nats a token)",
     "output_dir": "output folder",
@@ -60,7 +56,8 @@ _WORDS = {  # of a summary and its ledger, in place of the names of their fields
     "longest": "tokens of the longest row",
     "p99": "tokens of a row, 99th percentile",
 }
-_MOST_LENGTHS = 12  # of documents in a row that are listed
+_MOST_LENGTHS = 12  # of documents in a row that are listed, and that are drawn in one strip
+_MOST_STRIPS = 4
 # The browser asks nobody for anything, whatever stands in the page
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
@@ -119,24 +116,19 @@ def placed(is_image: np.ndarray, tokens: Sequence[int], pixels: Sequence[np.ndar
 def draw_row(row: PackedRowSeen) -> Figure:
     """Draw documents side by side, dark where a token counts in the loss, with a line at every boundary.
 
-    Images stand above, each tied to its tokens, up to the sixteenth.
+    Many documents stand in up to four strips, one below the other. Images stand above the row, each tied to
+    its tokens, up to the sixteenth.
     """
-    import matplotlib
-
     images = row.images[:_MOST_IMAGES]
-    figure = _figure(10, 2.8 if images else 1.6)
-    axes = figure.add_subplot(xlabel="token", yticks=[], xlim=(0, row.capacity), ylim=(0, 2 if images else 1))
-    ends = np.cumsum(row.lengths)
-    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    top = 0.5 if images else 1.0  # of the row, in shares of the height
-    for number, (end, length) in enumerate(zip(ends, row.lengths, strict=True)):
-        start, colour = end - length, colours[number % len(colours)]
-        axes.axvspan(start, end, ymax=top, color=colour, alpha=0.3, linewidth=0)
-        edges = np.flatnonzero(np.diff(np.pad(row.is_counted[start:end].astype(np.int8), 1)))
-        for first, last in edges.reshape(-1, 2):  # of each run of tokens that count
-            axes.axvspan(start + first, start + last, ymax=top, color=colour, linewidth=0)
-        axes.axvline(end, ymax=top, color="black", linewidth=min(1, 20 / len(ends)), gid=f"boundary-{number}")
-    axes.axvspan(ends[-1], row.capacity, ymax=top, color="0.85", linewidth=0)
+    n_strips = 1 if images else min(_MOST_STRIPS, -(-len(row.lengths) // _MOST_LENGTHS))
+    figure = _figure(10, 2.8 if images else 0.8 + 0.8 * n_strips)
+    for strip in range(n_strips):
+        limits = strip * row.capacity / n_strips, (strip + 1) * row.capacity / n_strips
+        axes = figure.add_subplot(
+            n_strips, 1, strip + 1, yticks=[], xlim=limits, ylim=(0, 2 if images else 1)
+        )
+        _draw_documents(axes, row, limits, 0.5 if images else 1.0)
+    axes.set_xlabel("token")
     width = 1 / max(1, len(images))
     for number, image in enumerate(images):
         left = number * width
@@ -147,6 +139,26 @@ def draw_row(row: PackedRowSeen) -> Figure:
         middle = image.first + image.tokens / 2
         axes.plot([middle, (left + width / 2) * row.capacity], [1.04, 1.22], color="0.4", linewidth=0.8)
     return figure
+
+
+def _draw_documents(axes: Axes, row: PackedRowSeen, limits: tuple[float, float], top: float) -> None:
+    """Draw the documents of a row between two tokens; `top` is the share of the height that they take."""
+    import matplotlib
+
+    ends, (low, high) = np.cumsum(row.lengths), limits
+    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for number, (end, length) in enumerate(zip(ends, row.lengths, strict=True)):
+        start, colour = end - length, colours[number % len(colours)]
+        if start >= high or end <= low:
+            continue
+        axes.axvspan(start, end, ymax=top, color=colour, alpha=0.3, linewidth=0)
+        edges = np.flatnonzero(np.diff(np.pad(row.is_counted[start:end].astype(np.int8), 1)))
+        for first, last in edges.reshape(-1, 2):  # of each run of tokens that count
+            axes.axvspan(start + first, start + last, ymax=top, color=colour, linewidth=0)
+        if end <= high:
+            width = min(1, 20 * _MOST_STRIPS / len(ends))  # thinner where they would cover documents
+            axes.axvline(end, ymax=top, color="black", linewidth=width, gid=f"boundary-{number}")
+    axes.axvspan(ends[-1], row.capacity, ymax=top, color="0.85", linewidth=0)
 
 
 def draw_curves(log: Log) -> Figure:
@@ -355,7 +367,7 @@ def _in_words(values: Mapping[str, Any]) -> dict[str, object]:
         elif name in ("mfu", "hfu") and value:
             figures[label] = f"{value:.1%}"
         elif value:
-            figures[label] = value
+            figures[label] = shortened(value) if isinstance(value, int) else value
     return figures
 
 
@@ -366,8 +378,8 @@ def _table(values: Mapping[str, object]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        shown = shortened(value) if isinstance(value, int) else f"{value:,.6g}"
-        return f'<td class="number" title="{value:,}">{shown}</td>'
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+        return f'<td class="number">{shown}</td>'
     return f"<td>{_text(value if isinstance(value, str) else json.dumps(value))}</td>"
 
 
