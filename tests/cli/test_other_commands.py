@@ -161,7 +161,8 @@ def test_help_lists_every_flag_and_loads_no_torch(capsys):
         assert f"--{flag}" in shown
     for unit in ("TOKENS", "ROWS", "UPDATES", "EPOCHS"):
         assert unit in shown
-    loads = "import sys; from unsloth_pack.cli import main; main(['--help']); main(['--print-completion', 'bash']); print('torch' in sys.modules)"
+    calls = "main(['--help']); main(['--print-completion', 'bash'])"
+    loads = f"import sys; from unsloth_pack.cli import main; {calls}; print('torch' in sys.modules)"
     path = {**os.environ, "PYTHONPATH": str(Path(unsloth_pack.__file__).parents[1])}
     out = subprocess.check_output([sys.executable, "-c", loads], text=True, env=path)
     assert out.splitlines()[-1] == "False"
