@@ -68,7 +68,7 @@ def test_classes_are_learned_and_transformers_finds_them_again(classify, model, 
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
     flags = {"model_name": model, "eval_dataset": files / "eval.jsonl"}
-    assert classify("--packing", "--save_model", **flags) == 0
+    assert classify("--packing", "--save_model", "--verbose", **flags) == 0
     shown = capsys.readouterr().out
     assert "one for each document" in shown
     assert "report.html was not written" not in shown

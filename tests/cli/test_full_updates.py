@@ -27,7 +27,7 @@ def test_gradients_applied_as_they_come_change_nothing_but_memory(train, tmp_pat
     flags = {**FULL, "embedding_learning_rate": 0.003}
     assert train("--packing", output_dir=plain, **flags) == 0
     capsys.readouterr()
-    assert train("--packing", "--optimizer_in_backward", **flags) == 0
+    assert train("--packing", "--optimizer_in_backward", "--verbose", **flags) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "each weight in the backward pass, where its gradient is freed" in shown
     assert "a graph makes all gradients at once, and they are applied as they come" in shown
