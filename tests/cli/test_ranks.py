@@ -199,7 +199,8 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
         "eval_packing": False,
     }  # a row alone with one of the processes
     sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
-    sharded = ["--sample_packing", "--verbose", flag, *(f"--{name}={value}" for name, value in sharded.items())]
+    named = (f"--{name}={value}" for name, value in sharded.items())
+    sharded = ["--sample_packing", "--verbose", flag, *named]
     whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))
     runs = {
         str(two): [*sharded, "--save_steps=4", "--save_model"],

@@ -101,6 +101,7 @@ def test_progress_off_a_terminal(progress):
     assert progress(2.0, 100, 5)[1] == "update 10/100  loss 5.0000  0:00:20 elapsed, 0:03:00 left"
     assert len(progress(2.0, 456, 5)) == 18  # 456 / 20 updates, rounded up to a line of the log
     resumed = progress(2.0, 100, 5, from_step=90)
+    assert resumed[0] == "update 95/100  loss 47.5000  0:00:10 elapsed, 0:00:10 left"
     assert resumed[-1] == "update 100/100  loss 50.0000  0:00:20 elapsed, 0:00:00 left"
 
 
