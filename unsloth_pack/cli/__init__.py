@@ -30,7 +30,7 @@ from unsloth_pack.errors import (
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = (
     *("train", "stats", "pack", "teach", "verify", "bench"),
-    *("generate", "merge", "doctor", "config", "recipe", "estimate"),
+    *("generate", "chat", "merge", "doctor", "config", "recipe", "estimate"),
 )
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot show is replaced
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # a character that it cannot show is replaced
+            stream.reconfigure(errors="replace")
     with _terminated_as_interrupted():
         try:
             code = _run(arguments)
