@@ -1,6 +1,9 @@
 """`unsloth-pack generate` with images."""
 
+import io
+import json
 import re
+import sys
 
 import pytest
 import torch
@@ -9,8 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
-from unsloth_pack.cli.generate import encode, encode_with_images
-from unsloth_pack.images.tokens import IMAGE_TOKENS
+from unsloth_pack.cli.answers import Answerer, Conversation
 
 ASKED = "What is it?"
 
@@ -52,20 +54,21 @@ def test_a_model_is_asked_about_images(asked, place):
     assert asked(ASKED).strip() == expected(place / "model", [text])
 
 
-def test_a_template_that_writes_the_first_token_gets_no_second_one():
+def test_a_template_that_writes_the_first_token_gets_no_second_one(tmp_path):
     """Of a tokenizer that adds it too, as Gemma 3's and Mistral 3's."""
-    _, processor = FastVisionModel.from_pretrained("vision-demo", 64, "float32")
-    tokenizer = processor.tokenizer
+    answerer = Answerer("vision-demo", {"max_new_tokens": 1}, "")
+    tokenizer = answerer.tokenizer
     tokenizer.bos_token = "<|im_start|>"
     first = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
     )
     assert tokenizer("a")["input_ids"][0] == first
-    tokens = IMAGE_TOKENS["qwen3_vl"]
-    with_images = encode_with_images(processor, tokens, "a", [picture(32, 32)])["input_ids"][0]
-    without = encode(tokenizer, "a")["input_ids"][0]
-    for ids in (with_images.tolist(), without.tolist()):
+    picture(32, 32).save(tmp_path / "a.png")
+    for images in ([], [str(tmp_path / "a.png")]):
+        ids = answerer.encode([Conversation([{"role": "user", "content": "a"}], images)])["input_ids"][
+            0
+        ].tolist()
         assert ids[0] == first
         assert ids[1] != first
 
@@ -73,10 +76,10 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
 @pytest.mark.parametrize(
     ("prompt", "images", "says"),
     [
-        ("<image><image>a", ["0.png"], r"holds 2 times <image>, and --image is given 1 times; give one"),
+        ("<image><image>a", ["0.png"], r"holds 2 times <image>, and there are 1 images; give one"),
         ("<|image_pad|>a", ["0.png"], r"holds <\|image_pad\|>, a token of images; write <image>"),
-        ("a", ["no.png"], r"--image is .*no\.png', which is no file with an image"),
-        ("a", ["text.png"], r"--image is .*text\.png', which is no file with an image"),
+        ("a", ["no.png"], r"no\.png' is no file with an image"),
+        ("a", ["text.png"], r"text\.png' is no file with an image"),
     ],
 )
 def test_what_is_refused(prompt, images, says, asked, tmp_path):
@@ -84,3 +87,23 @@ def test_what_is_refused(prompt, images, says, asked, tmp_path):
     said = asked(prompt, *images, code=2)
     assert re.search(says, said)
     assert said.count("\n") == 1
+
+
+def test_a_chat_goes_on_about_its_images(asked, place, tmp_path, monkeypatch, capsys):
+    lines = "/image 0.png\nWhat is it?\n/image 1.png\nAnd this?\nSo?\n/save all.jsonl\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert main(["chat", str(place / "model"), "--dtype=float32", "--max_new_tokens=6"]) == 0
+    first, second, third = map(str.strip, capsys.readouterr().out.split("\n")[:3])
+    saved = json.loads((tmp_path / "all.jsonl").read_text())
+    assert saved["images"] == [str(tmp_path / "0.png"), str(tmp_path / "1.png")]
+    assert [turn["content"] for turn in saved["messages"]] == [
+        *("<image>What is it?", first, "<image>And this?", second, "So?", third)
+    ]
+    assert asked("What is it?", "0.png").strip() == first
+    (tmp_path / "asked.jsonl").write_text(json.dumps(saved | {"messages": saved["messages"][:3]}))
+    command = ["generate", f"--model_name={place / 'model'}", "--dtype=float32", "--max_new_tokens=6"]
+    assert main([*command, "--prompts=asked.jsonl"]) == 0
+    assert json.loads(capsys.readouterr().out)["generated_text"] == second
+    assert (
+        main(["stats", f"--model_name={place / 'model'}", "--dataset=all.jsonl", "--pack_lengths=256"]) == 0
+    )

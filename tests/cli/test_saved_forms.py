@@ -27,7 +27,12 @@ def test_the_adapter_for_vllm(train, tmp_path, capsys):
 
 def test_how_an_answer_is_generated(model, monkeypatch):
     calls = []
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *_, **options: calls.append(options))
+
+    def generate(self, *_, input_ids, **options):
+        calls.append(options)
+        return input_ids
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
     command = ["generate", "--model_name", model, "--prompt", "a", "--dtype", "float32"]
     assert main([*command, "--temperature", "0.5", "--max_new_tokens", "3"]) == 0
     assert main(command) == 0

@@ -95,6 +95,8 @@ SIMPLE = {
     "verify --model_name=./gone": "cannot load ./gone: no such folder",
     "bench --model_name=./gone": "cannot load ./gone: no such folder",
     "generate --model_name=./gone --prompt=a": "cannot load ./gone: no such folder",
+    "chat ./gone": "cannot load ./gone: no such folder",
+    "chat demo --compare": "compare is true, and demo is no adapter",
 }
 IN_TURN = """
 import sys
