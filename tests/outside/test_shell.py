@@ -280,3 +280,32 @@ def test_completion_needs_shtab_and_a_known_shell(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
     assert "--print-completion needs shtab; pip install shtab" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_ctrl_c_at_a_terminal_stops_an_answer_and_ctrl_d_ends_the_chat(tmp_path):
+    terminal, end = os.openpty()
+    command = [sys.executable, str(CLI), "chat", "demo", "--temperature=5", "--max_new_tokens=1900"]
+    chat = subprocess.Popen([sys.executable, "-c", HANG_UP, *command], stdin=end, stdout=end, stderr=end)
+    os.close(end)
+
+    def read_to(text):
+        shown = b""
+        while text not in shown:
+            shown += os.read(terminal, 4096)
+
+    read_to(b"> ")
+    os.write(terminal, b"half a line\x03")
+    read_to(b"\n> ")
+    os.write(terminal, b"Sort\n")
+    read_to(b"Sort\r\n")
+    os.read(terminal, 1)  # of the answer
+    os.write(terminal, b"\x03")
+    read_to(b"\n> ")
+    os.write(terminal, b"/save chat.jsonl\n")
+    read_to(b"\n> ")
+    os.write(terminal, b"\x04")
+    assert chat.wait(timeout=60) == 0
+    asked, answered = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    assert asked["content"] == "Sort"
+    assert 0 < len(answered["content"].split()) < 1000

@@ -86,8 +86,9 @@ class Answerer:
         sampling = {option: flags[option] for option in _SAMPLING if flags.get(option)}
         self._options = {"do_sample": bool(sampling), "max_new_tokens": self._new_tokens, **sampling}
         # A model's own generation config may ask for what cannot be streamed
-        self._options |= {"num_beams": 1, "num_return_sequences": 1, "output_attentions": False}
-        self._options |= {"tokenizer": own, "pad_token_id": own.pad_token_id}
+        self._options |= {"num_beams": 1, "num_return_sequences": 1, "tokenizer": own}
+        self._options |= dict.fromkeys(("output_attentions", "return_dict_in_generate"), False)
+        self._options["pad_token_id"] = own.pad_token_id
 
     def answer(self, conversations: Sequence[Conversation], streamer: Streamer | None = None) -> list[str]:
         """Answer conversations together; a streamer takes one."""

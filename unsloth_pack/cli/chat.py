@@ -95,7 +95,7 @@ class _Chat:
         if command == "/reset":
             self._reset()
         elif command == "/save" and file:
-            self._save(path)
+            self._save_turns(path)
         elif command == "/image" and file:
             self._answerer.read_image(str(path))
             self._waiting.append(str(path))
@@ -141,7 +141,7 @@ class _Chat:
             streamer.end()  # type: ignore[no-untyped-call]
         return streamer.text
 
-    def _save(self, path: Path) -> None:
+    def _save_turns(self, path: Path) -> None:
         if self._turns == self._begin:
             raise InputError("there is no answer to save yet; ask something")
         if path.suffix not in (".json", ".jsonl"):
