@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unsloth_pack.checkpoints.names import is_adapter
-from unsloth_pack.cli.generate import parse_with_answers
+from unsloth_pack.cli.generate import add_answers, read_with_answers
 from unsloth_pack.config import Parser
 from unsloth_pack.data.rows import Message, with_system
 from unsloth_pack.errors import InputError, Terminated, printable
@@ -27,13 +27,7 @@ _COMMANDS = "/reset, /save FILE, /image FILE"
 
 def run(arguments: Sequence[str]) -> int:
     """Answer every line of the terminal, or of standard input, until it ends."""
-    about = f"Talk to a model. Commands: {_COMMANDS}. A line that ends with \\ goes on in the next."
-    parser = Parser(prog="unsloth-pack chat", description=about)
-    what = "demo, a folder of a model or an adapter, or a hub name (default: demo)"
-    parser.add_argument("model_name", nargs="?", metavar="RUN_OR_MODEL", help=what)
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt (default: none)")
-    parser.add_switch("--compare", "show each answer beside that of the model without its adapter")
-    flags = parse_with_answers(parser, arguments, 512)
+    flags = read_with_answers(build_parser(), arguments)
     name, compares = flags.get("model_name", "demo"), flags.get("compare", False)
     if compares and not is_adapter(name):
         raise InputError(f"compare is true, and {name} is no adapter; name a run's folder, or leave it out")
@@ -51,6 +45,17 @@ def run(arguments: Sequence[str]) -> int:
         print(printable(f"{name} has no chat template: it continues your text"), file=sys.stderr)
     _Chat(answerer, flags.get("system", ""), compares).talk()
     return 0
+
+
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
+    about = f"Talk to a model. Commands: {_COMMANDS}. A line that ends with \\ goes on in the next."
+    parser = Parser(prog="unsloth-pack chat", description=about)
+    what = "demo, a folder of a model or an adapter, or a hub name (default: demo)"
+    parser.add_argument("model_name", nargs="?", metavar="RUN_OR_MODEL", help=what)
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (default: none)")
+    parser.add_switch("--compare", "show each answer beside that of the model without its adapter")
+    return add_answers(parser, 512)
 
 
 class _Chat:

@@ -27,18 +27,7 @@ _NEEDED = {"out": "prompts", "batch_size": "prompts", "top_p": "temperature", "t
 
 def run(arguments: Sequence[str]) -> int:
     """Print the answer to `--prompt` or to lines of standard input, or write those to `--prompts`."""
-    parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
-    add = parser.add_argument
-    parser.add_option("model_name", "demo, a folder of a model or an adapter, or a hub name (default: demo)")
-    add("--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)")
-    what = "a file as for --dataset, with the column prompt, messages or text (default: none)"
-    add("--prompts", type=FilePath, metavar="FILE", help=f"prompts that are answered as JSON lines: {what}")
-    add("--out", type=FilePath, metavar="FILE", help="for these lines (default: standard output)")
-    together = f"prompts that are answered together; fewer take less memory (default: {_BATCH})"
-    add("--batch_size", type=Count, metavar="PROMPTS", help=together)
-    about = "an image to ask about; several are given one by one. <image> in the prompt says where each"
-    add("--image", action="append", metavar="FILE", help=f"{about} belongs (default: before the prompt)")
-    flags = parse_with_answers(parser, arguments, 128)
+    flags = read_with_answers(build_parser(), arguments)
     if not flags.get("prompt", "-").strip():
         raise InputError("prompt is empty; give some text")
     if "prompt" in flags and "prompts" in flags:
@@ -67,11 +56,27 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse_with_answers(parser: Parser, arguments: Sequence[str], new_tokens: int) -> dict[str, Any]:
-    """Read the flags of a parser, and those of a model and its answers; refuse those without effect."""
+def build_parser() -> Parser:
+    """Make the parser of this subcommand."""
+    parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
+    add = parser.add_argument
+    parser.add_option("model_name", "demo, a folder of a model or an adapter, or a hub name (default: demo)")
+    add("--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)")
+    what = "a file as for --dataset, with the column prompt, messages or text (default: none)"
+    add("--prompts", type=FilePath, metavar="FILE", help=f"prompts that are answered as JSON lines: {what}")
+    add("--out", type=FilePath, metavar="FILE", help="for these lines (default: standard output)")
+    together = f"prompts that are answered together; fewer take less memory (default: {_BATCH})"
+    add("--batch_size", type=Count, metavar="PROMPTS", help=together)
+    about = "an image to ask about; several are given one by one. <image> in the prompt says where each"
+    add("--image", action="append", metavar="FILE", help=f"{about} belongs (default: before the prompt)")
+    return add_answers(parser, 128)
+
+
+def add_answers(parser: Parser, new_tokens: int) -> Parser:
+    """Add the flags of a model and its answers."""
     add = parser.add_argument
     longest = f"length of the longest answer (default: {new_tokens})"
-    add("--max_new_tokens", type=Count, metavar="TOKENS", help=longest)
+    add("--max_new_tokens", type=Count, default=new_tokens, metavar="TOKENS", help=longest)
     add("--temperature", type=NotNegative, help="of sampling; 0 takes the most likely token (default: 0)")
     default = "(default: the model's own)"
     add("--top_p", type=_TopP, help=f"share of the probability to sample from {default}")
@@ -79,7 +84,12 @@ def parse_with_answers(parser: Parser, arguments: Sequence[str], new_tokens: int
     add("--seed", type=Seed, help="of sampling (default: 3407)")
     parser.add_option("dtype")
     parser.add_option("load_in_4bit")
-    flags = {"max_new_tokens": new_tokens} | parser.parse(arguments)
+    return parser
+
+
+def read_with_answers(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Read the flags of `add_answers`, among others; refuse those without effect."""
+    flags = parser.parse(arguments)
     for name, needed in _NEEDED.items():
         if name in flags and not flags.get(needed):
             raise InputError(f"{name} is {flags[name]!r} without {needed}; give --{needed}, or leave it out")
