@@ -30,7 +30,7 @@ from unsloth_pack.errors import (
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = (
     *("train", "stats", "pack", "teach", "verify", "bench"),
-    *("generate", "chat", "merge", "doctor", "config", "recipe", "estimate"),
+    *("generate", "chat", "merge", "export", "doctor", "config", "recipe", "estimate"),
 )
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command

@@ -1,8 +1,9 @@
 """`unsloth-pack merge`: merge an adapter into its base model's weights, for use without this package."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.checkpoints.vllm_compat import note_on_rank
@@ -10,6 +11,10 @@ from unsloth_pack.config import Parser
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
 from unsloth_pack.run.machine import check_new_folder
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,18 +39,11 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli import quieten
 
     quieten()
-    from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.checkpoints.loading import find_model, load_config
     from unsloth_pack.images.processor import pick_processor
     from unsloth_pack.run.card import copy_card
 
-    # No row will be packed, so that any length will do.
     loading = held_by_run(source) | {name: flags[name] for name in LOADED_IN if name in flags}
-    if not any(loading.get(name) for name in LOADED_IN):  # on the CPU, where weights stay in their files
-        config = load_config(find_model(str(source))[0])
-        loading["dtype"] = loading.get("dtype") or config.dtype or config.get_text_config().dtype
-        loading["device_map"] = {"": "cpu"}
-    model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
+    model, tokenizer = load_to_merge(str(source), loading)
     method = flags.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, pick_processor(model, str(source), tokenizer), save_method=method)
     copy_card(source, target, method)
@@ -56,6 +54,24 @@ def run(arguments: Sequence[str]) -> int:
         if note := note_on_rank(config):
             print(note)
     return 0
+
+
+def load_to_merge(
+    source: str, loading: Mapping[str, Any]
+) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+    """Load a model with the options of its run: in 16 bits on the CPU, where weights stay in their files."""
+    from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.checkpoints.loading import find_model, load_config
+
+    loading = dict(loading)
+    if not any(loading.get(name) for name in LOADED_IN):
+        config = load_config(find_model(source)[0])
+        loading["dtype"] = loading.get("dtype") or config.dtype or config.get_text_config().dtype
+        loading["device_map"] = {"": "cpu"}
+    # No row will be packed, so that any length will do.
+    loaded: tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]
+    loaded = FastLanguageModel.from_pretrained(source, max_seq_length=1, **loading)
+    return loaded
 
 
 def build_parser() -> Parser:

@@ -2,6 +2,7 @@
 
 import os
 import reprlib
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -89,6 +90,14 @@ def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None
     check_writable(name, target)
     if not may_replace and target.is_dir() and (files := holds(target)):
         raise InputError(f"{name} {str(target)!r} is not empty; give a new folder (it holds {files[0]})")
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse a folder on a disk with less than `needed` bytes free."""
+    existing = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
+        said = f"{str(target)!r} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f}"
+        raise InputError(f"{said}; free some space, or give --save_path on another disk")
 
 
 def check_picture(name: str, path: Path) -> None:
