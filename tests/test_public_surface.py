@@ -72,7 +72,7 @@ def test_arguments_keep_their_names_order_and_defaults(name, arguments):
 def test_flags_and_subcommands_keep_their_names():
     known = set(train_parser()._option_string_actions)
     assert {f"--{name}" for name in FLAGS.split()} <= known
-    named = "train stats pack teach verify doctor generate chat merge bench config recipe estimate"
+    named = "train stats pack teach verify doctor generate chat merge export bench config recipe estimate"
     assert {*named.split()} == set(SUBCOMMANDS)
 
 

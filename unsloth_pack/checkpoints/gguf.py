@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -65,7 +66,7 @@ def find_converter(given: str | None) -> Path:
     if given is not None and not Path(given).is_file():
         raise InputError(f"converter is {given!r}, which is no file; give llama.cpp/{_CONVERTER}.py")
     spec = importlib.util.find_spec(_CONVERTER)
-    path = given or (spec and spec.origin)
+    path = given or (spec.origin if spec else None)
     if path is None or importlib.util.find_spec("llama_cpp") is None:
         missing = "llama-cpp-python" if path else f"{_CONVERTER}.py"
         raise InputError(f"{missing} is not installed; pip install 'unsloth-pack[gguf]'")
@@ -104,7 +105,7 @@ def _run(code: str, *arguments: str) -> str:
 
 
 def _splits_as_gpt2(tokenizer: Path) -> bool:
-    """Whether a BPE tokenizer splits texts as GPT-2's does, or apart from that at digits that no merge joins."""
+    """Whether a BPE tokenizer splits texts as GPT-2's, or also at digits that no merge joins."""
     if not tokenizer.is_file():
         return False
     described = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -139,8 +140,9 @@ class LlamaFile:
     def __init__(self, file: Path, room: int):
         from llama_cpp import Llama
 
-        options = {"n_ctx": room, "n_batch": room, "logits_all": True, "verbose": False}
-        self._llama = Llama(str(file), n_gpu_layers=0, **options)
+        self._llama: Any = Llama(
+            str(file), n_ctx=room, n_batch=room, n_gpu_layers=0, logits_all=True, verbose=False
+        )
 
     def tokens(self, text: str, adds_special: bool) -> list[int]:
         """Encode a text, with what the tokenizer puts around it if `adds_special`."""
@@ -158,66 +160,49 @@ class LlamaFile:
         self._llama.close()
 
 
-# Ollama reads templates in Go's language. Its texts are learned from conversations of these turns.
-_TURNS = {"system": "SYSTEM-TEXT", "user": "USER-TEXT", "assistant": "ASSISTANT-TEXT"}
+_SAID = {"system": "SYSTEM-TEXT", "user": "USER-TEXT", "assistant": "ASSISTANT-TEXT"}
 
 
 def modelfile(tokenizer: PreTrainedTokenizerBase, file: str) -> str:
-    """Write Ollama's Modelfile, with what the chat template writes around turns.
+    """Write Ollama's Modelfile, with the chat template in Go's language, learned from a few conversations.
 
     Raises:
         InputError: the chat template does more than write the same around each turn of a role.
     """
-    template = llama_template(tokenizer)
+    template, bos = llama_template(tokenizer), tokenizer.bos_token
     if template is None:
         return f"FROM ./{file}\n"
 
     def render(*roles: str, ask: bool = False) -> str:
-        turns = [{"role": role, "content": _TURNS[role]} for role in roles]
-        text: str = tokenizer.apply_chat_template(
-            turns, chat_template=template, tokenize=False, add_generation_prompt=ask
-        )
-        return text
+        turns = [{"role": role, "content": _SAID[role]} for role in roles]
+        text = str(tokenizer.apply_chat_template(turns, None, None, template, ask, tokenize=False))
+        return text.removeprefix(bos) if bos and tokenizer("").input_ids else text  # llama.cpp adds it
 
-    user, system, assistant = _TURNS["user"], _TURNS["system"], _TURNS["assistant"]
     try:
-        opening, after_user = render("user").split(user)
-        before_assistant, after_assistant = render("user", "assistant").split(user)[1].split(assistant)
-        before_assistant = before_assistant.removeprefix(after_user)
-        asks = render("user", ask=True).split(user)[1].removeprefix(after_user)
-        again = render("user", "assistant", "user").split(assistant)[1].split(user)[0]
-        before_user = again.removeprefix(after_assistant)
-        before_system, after_system = render("system", "user").split(user)[0].split(system)
-        after_system = after_system.removesuffix(before_user)
+        opening, after_user = render("user").split(_SAID["user"])
+        asked, after_answer = render("user", "assistant").split(_SAID["assistant"])
+        again = render("user", "assistant", "user").split(_SAID["assistant"])[1].split(_SAID["user"])[0]
+        before_user = again.removeprefix(after_answer)
+        before_system, after_system = render("system", "user").split(_SAID["user"])[0].split(_SAID["system"])
     except (ValueError, TemplateError) as error:
         raise InputError(_NO_MODELFILE) from error
     opening = opening.removesuffix(before_user)
+    asks = render("user", ask=True).removeprefix(render("user"))
     around = {
-        "system": (before_system, after_system),
+        "system": (before_system, after_system.removesuffix(before_user)),
         "user": (before_user, after_user),
-        "assistant": (before_assistant, after_assistant),
+        "assistant": (asked.removeprefix(render("user")), after_answer),
     }
-
-    def compose(*roles: str) -> str:
-        begin = "" if roles[0] == "system" else opening
-        turns = [f"{around[role][0]}{_TURNS[role]}{around[role][1]}" for role in roles]
-        return "".join([begin, *turns, asks])
-
     talk = ("user", "assistant", "user")
-    if any(compose(*roles) != render(*roles, ask=True) for roles in (talk[:1], talk, ("system", *talk))):
-        raise InputError(_NO_MODELFILE)
-    if tokenizer.bos_token and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:  # llama.cpp adds it
-        opening = opening.removeprefix(tokenizer.bos_token)
-        around["system"] = (before_system.removeprefix(tokenizer.bos_token), after_system)
-    turns = " else ".join(
-        f'{{{{ if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{'
-        for role, (before, after) in around.items()
-    ).replace("{{ else {{ if", "{{ else if")
-    text = f"{{{{ if not .System }}}}{opening}{{{{ end }}}}{{{{ range .Messages }}}}{turns} end }}}}{{{{ end }}}}{asks}"
-    stops = dict.fromkeys(filter(None, (tokenizer.eos_token, after_assistant.strip())))
-    lines = [
-        f"FROM ./{file}",
-        f'TEMPLATE """{text}"""',
-        *(f"PARAMETER stop {json.dumps(stop)}" for stop in stops),
-    ]
-    return "\n".join(lines) + "\n"
+    for roles in (talk[:1], talk, ("system", *talk)):
+        turns = [f"{around[role][0]}{_SAID[role]}{around[role][1]}" for role in roles]
+        begin = "" if roles[0] == "system" else opening
+        if "".join([begin, *turns, asks]) != render(*roles, ask=True):
+            raise InputError(_NO_MODELFILE)
+    text = "{{ if not .System }}" + opening + "{{ end }}{{ range .Messages }}"
+    for role, (before, after) in around.items():
+        text += '{{ if eq .Role "' + role + '" }}' + before + "{{ .Content }}" + after + "{{ end }}"
+    text += "{{ end }}" + asks
+    stops = dict.fromkeys(filter(None, (after_answer.strip(), tokenizer.eos_token)))
+    lines = (f"PARAMETER stop {json.dumps(stop)}\n" for stop in stops)
+    return f'FROM ./{file}\nTEMPLATE """{text}"""\n{"".join(lines)}'

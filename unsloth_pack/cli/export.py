@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     with atomic_dir(target) as folder:
         try:
             if converter is None:
-                found = _export_folder(source, to, folder, tokenizer, answers)
+                found = _export_folder(source, folder, tokenizer, answers, target if to == "vllm" else None)
             else:
                 found = _export_gguf(source, folder / file, converter, kind, tokenizer, answers)
         except RunStopped as error:
@@ -164,50 +163,45 @@ def _answer(
 
 
 def _export_folder(
-    source: str, to: str, folder: Path, tokenizer: "PreTrainedTokenizerBase", answers: "Sequence[Answer]"
+    source: str,
+    folder: Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    answers: "Sequence[Answer]",
+    served: Path | None,
 ) -> str:
-    """Save the merged model, or an adapter that vLLM can serve, and compare it in transformers."""
+    """Save the merged model, or an adapter if vLLM can serve it from `served`; compare in transformers."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from unsloth_pack.checkpoints.loading import find_model
-    from unsloth_pack.verification.exported import check_logits, check_tokens
+    from unsloth_pack.checkpoints.saving import save_pretrained_merged
+    from unsloth_pack.verification.exported import check_logits
 
     loading, config = held_by_run(Path(source)), {}
-    if to == "vllm" and is_adapter(source) and not any(map(loading.get, LOADED_IN)):
+    if served and is_adapter(source) and not any(map(loading.get, LOADED_IN)):
         config = json.loads(Path(source, ADAPTER_CONFIG).read_text(encoding="utf-8"))
     is_served = bool(config) and not why_not_served(config)
     model, _ = load_to_merge(source, loading)
-    model.save_pretrained_merged(folder, tokenizer, save_method="lora_vllm" if is_served else "merged_16bit")
+    save_pretrained_merged(model, folder, tokenizer, "lora_vllm" if is_served else "merged_16bit")
     del model
-    how = (
-        f"serve {find_model(source)[0]} --enable-lora --lora-modules NAME=FOLDER"
-        if is_served
-        else "serve FOLDER"
-    )
-    note = f"; vllm {how}" if to == "vllm" else ""
+    command = f"; vllm serve {served}" if served else ""
     if is_served:
-        note += f"; {rank}" if (rank := note_on_rank(config)) else ""
+        command = f"; vllm serve {find_model(source)[0]} --enable-lora --lora-modules NAME={served}"
+        command += f"; {rank}" if (rank := note_on_rank(config)) else ""
         if config.get("target_parameters"):
-            return f"an adapter by expert, which was not compared, for transformers stacks experts{note}"
-    exported = AutoTokenizer.from_pretrained(folder)
-    check_tokens(answers, tokenizer, partial(_encode, exported), exported.chat_template)
+            return f"an adapter by expert, not compared, since transformers stacks experts{command}"
     base = find_model(source)[0] if is_served else str(folder)
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    plain = PeftModel.from_pretrained(plain, str(folder)) if is_served else plain
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if is_served:
+        plain = PeftModel.from_pretrained(plain, str(folder))
 
     @torch.no_grad()
     def logits_of(ids: list[int]) -> "np.ndarray":
         logits: np.ndarray = plain(input_ids=torch.tensor([ids])).logits[0].numpy()
         return logits
 
-    return f"{check_logits(answers, tokenizer, logits_of)}{note}"
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, adds_special: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=adds_special).input_ids
-    return ids
+    return f"{check_logits(answers, tokenizer, logits_of)}{command}"
 
 
 def _export_gguf(
@@ -220,6 +214,7 @@ def _export_gguf(
 ) -> str:
     """Merge, convert and perhaps quantize the model, and compare each file in llama.cpp."""
     from unsloth_pack.checkpoints import gguf
+    from unsloth_pack.checkpoints.saving import save_pretrained_merged
     from unsloth_pack.verification.exported import check_logits, check_tokens
 
     whole = file if quantization is None else file.with_name("in-16-bits.gguf")
@@ -227,7 +222,7 @@ def _export_gguf(
     template = gguf.llama_template(tokenizer)
     model, for_llama = load_to_merge(source, held_by_run(Path(source)))
     for_llama.chat_template = template
-    model.save_pretrained_merged(merged, for_llama)
+    save_pretrained_merged(model, merged, for_llama)
     del model
     try:
         gguf.convert(converter, merged, whole)

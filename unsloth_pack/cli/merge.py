@@ -13,8 +13,7 @@ from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run
 from unsloth_pack.run.machine import check_new_folder
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -56,9 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def load_to_merge(
-    source: str, loading: Mapping[str, Any]
-) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+def load_to_merge(source: str, loading: Mapping[str, Any]) -> "tuple[Any, PreTrainedTokenizerBase]":
     """Load a model with the options of its run: in 16 bits on the CPU, where weights stay in their files."""
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.checkpoints.loading import find_model, load_config
@@ -69,9 +66,8 @@ def load_to_merge(
         loading["dtype"] = loading.get("dtype") or config.dtype or config.get_text_config().dtype
         loading["device_map"] = {"": "cpu"}
     # No row will be packed, so that any length will do.
-    loaded: tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]
-    loaded = FastLanguageModel.from_pretrained(source, max_seq_length=1, **loading)
-    return loaded
+    model, tokenizer = FastLanguageModel.from_pretrained(source, max_seq_length=1, **loading)
+    return model, tokenizer
 
 
 def build_parser() -> Parser:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.errors import InputError, RunStopped, written
 
 MOST_PROMPTS, NEW_TOKENS, LONGEST = 8, 32, 1024  # prompts, and tokens of an answer and of a prompt
 # Relative errors of logits. Sound exports were off by up to 0.015 beside float32, and by 0.04 beside bfloat16
-_ALLOWED = {torch.float32: 0.05}
-_ALLOWED_IN_16_BITS = 0.1
+_ALLOWED, _ALLOWED_IN_16_BITS = 0.05, 0.1
 _TIE = 0.1  # standard deviations of the logits between tokens that rounding may exchange
 _LEAST_SHARE = 0.75  # of greedy tokens that a quantised model has to share
 
@@ -23,21 +22,13 @@ Logits = Callable[[list[int]], np.ndarray]  # of token ids, `[tokens, vocabulary
 
 @dataclass(frozen=True)
 class Answer:
-    """The trained model's answer to a prompt.
-
-    Args:
-        prompt: see `Prompt`.
-        ids: of prompt and answer.
-        n_prompt: tokens of the prompt.
-        logits: `[answer, vocabulary]`, those that predict each token of the answer.
-        allowed: relative error of an export's logits.
-    """
+    """The trained model's answer to a prompt."""
 
     prompt: Prompt
-    ids: list[int]
-    n_prompt: int
-    logits: np.ndarray
-    allowed: float
+    ids: list[int]  # of prompt and answer
+    n_prompt: int  # tokens
+    logits: np.ndarray  # `[answer, vocabulary]`, which predict its tokens
+    allowed: float  # relative error of an export's logits
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -50,7 +41,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 @torch.no_grad()
 def answer_greedily(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[Answer]:
     """Let the trained model answer the first prompts that are short enough.
 
@@ -58,7 +49,8 @@ def answer_greedily(
         InputError: all are too long.
     """
     longest = min(LONGEST, model.config.get_text_config().max_position_embeddings - NEW_TOKENS)
-    allowed, answers = _ALLOWED.get(model.dtype, _ALLOWED_IN_16_BITS), []
+    answers: list[Answer] = []
+    allowed = _ALLOWED if model.dtype == torch.float32 else _ALLOWED_IN_16_BITS
     for prompt in prompts:
         encoded = tokenizer(
             render(tokenizer, prompt), add_special_tokens="text" in prompt, return_tensors="pt"
@@ -103,8 +95,10 @@ def check_tokens(
         if got != expected:
             pairs = zip([*got, None], [*expected, None], strict=False)
             place, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            said = [written("" if each is None else tokenizer.decode([each])) for each in (one, other)]
-            raise RunStopped(f"prompt {number}, token {place}: read as {said[0]}, in training as {said[1]}")
+            said = [each if each is None else tokenizer.convert_ids_to_tokens(each) for each in (one, other)]
+            raise RunStopped(
+                f"prompt {number}, token {place}: the file reads {said[0]!r}, the run {said[1]!r}"
+            )
 
 
 def check_logits(
