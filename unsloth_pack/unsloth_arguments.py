@@ -201,6 +201,6 @@ def push_to_hub_merged(
 def refuse_gguf(model: nn.Module, *args: object, **kwargs: object) -> NoReturn:
     """Refuse `save_pretrained_gguf` and `push_to_hub_gguf`: raise InputError, with the way to a GGUF file."""
     raise InputError(
-        "no GGUF files are written here; call model.save_pretrained_merged('merged', tokenizer), then run "
-        "llama.cpp's `python convert_hf_to_gguf.py merged`, and `llama-quantize` on its file"
+        "a GGUF file is written from a folder; save model and tokenizer with save_pretrained('adapter'), then run "
+        "`unsloth-pack export adapter --to gguf --prompts FILE`"
     )

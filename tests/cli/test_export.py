@@ -1,7 +1,7 @@
 """`export`: the exported model answers as the trained one, or a line says where it does not.
 
-llama.cpp is an extra. Here a converter and a reader of the same interface stand in for it, with its habits: no
-space before a text, no name for the demo's tokenizer. `tests/outside/test_exports.py` runs llama.cpp itself.
+llama.cpp is an extra. Here a converter and a reader of the same interface stand in for it, with its habits:
+no space before a text, no name for the demo's tokenizer. `tests/outside/test_exports.py` runs llama.cpp.
 """
 
 import json
@@ -214,6 +214,11 @@ def test_a_full_disk_is_named_before_anything_is_written(export, monkeypatch, tm
     assert code == 2
     assert "needs 0.0 GB" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_merge_points_to_export(export, capsys):
+    assert main(["merge", "--model_name=run", "--save_path=merged", "--save_method=gguf"]) == 2
+    assert "unsloth-pack export RUN --to gguf" in capsys.readouterr().err
 
 
 def test_an_unknown_architecture_is_named(export, trained, tmp_path):

@@ -341,12 +341,12 @@ def test_loading_arguments_that_ask_for_what_is_not_here(given, says, folder):
         (
             "save_pretrained_gguf",
             {"quantization_method": "q4_k_m"},
-            "python convert_hf_to_gguf.py",
+            "unsloth-pack export adapter --to gguf",
         ),
         (
             "push_to_hub_gguf",
             {"quantization_type": "Q8_0", "token": "t"},
-            "call model.save_pretrained_merged",
+            "save_pretrained('adapter')",
         ),
         ("push_to_hub_merged", {"token": "t"}, "cannot push to 'me/it/too': .*repo_name.*hf upload"),
         ("save_pretrained_merged", {"save_method": "merged_4bit"}, "save_method is 'merged_4bit'"),

@@ -22,7 +22,9 @@ def run(arguments: Sequence[str]) -> int:
     An adapter makes up for what its base model lost in 4 bits, 8 bits or fp8. So the adapter of a run is
     merged into the weights that it was trained on, unless others are asked for.
     """
-    flags = build_parser().parse(arguments)
+    if (parser := build_parser()).read(arguments).get("save_method") == "gguf":
+        raise InputError("save_method is 'gguf'; write unsloth-pack export RUN --to gguf")
+    flags = parser.parse(arguments)
     for name in ("model_name", "save_path"):
         if name not in flags:
             raise InputError(f"--{name} is missing; see `unsloth-pack merge --help`")
