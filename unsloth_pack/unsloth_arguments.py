@@ -201,6 +201,6 @@ def push_to_hub_merged(
 def refuse_gguf(model: nn.Module, *args: object, **kwargs: object) -> NoReturn:
     """Refuse `save_pretrained_gguf` and `push_to_hub_gguf`: raise InputError, with the way to a GGUF file."""
     raise InputError(
-        "a GGUF file is written from a folder; save model and tokenizer with save_pretrained('adapter'), then run "
+        "a GGUF file is made of a folder; save model and tokenizer with save_pretrained('adapter'), then run "
         "`unsloth-pack export adapter --to gguf --prompts FILE`"
     )

@@ -346,7 +346,7 @@ def test_loading_arguments_that_ask_for_what_is_not_here(given, says, folder):
         (
             "push_to_hub_gguf",
             {"quantization_type": "Q8_0", "token": "t"},
-            "save_pretrained('adapter')",
+            "save model and tokenizer",
         ),
         ("push_to_hub_merged", {"token": "t"}, "cannot push to 'me/it/too': .*repo_name.*hf upload"),
         ("save_pretrained_merged", {"save_method": "merged_4bit"}, "save_method is 'merged_4bit'"),
