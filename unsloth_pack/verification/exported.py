@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from unsloth_pack.errors import InputError, RunStopped, written
 
 MOST_PROMPTS, NEW_TOKENS, LONGEST = 8, 32, 1024  # prompts, and tokens of an answer and of a prompt
-# Relative errors of logits. Sound exports were off by up to 0.015 beside float32, and by 0.04 beside bfloat16
+# Relative errors of logits. Sound exports were off by up to 0.015, and by 0.04 where computed in bfloat16
 _ALLOWED, _ALLOWED_IN_16_BITS = 0.05, 0.1
 _TIE = 0.1  # standard deviations of the logits between tokens that rounding may exchange
 _LEAST_SHARE = 0.75  # of greedy tokens that a quantised model has to share
