@@ -198,10 +198,14 @@ HYBRIDS = {  # with layers that carry a state
         _QWEN3_5_PROJECTIONS,
     ),
 }
-EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS
+_OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+IN_MXFP4 = {  # written as published: experts in MXFP4
+    "gpt-oss-20b": Shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, False, 15e4, 4096, _OSS),
+}
+EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS | IN_MXFP4
 
 
-WRITTEN_BY_WEIGHT = ("llama70b",)  # shapes that no GPU holds
+WRITTEN_BY_WEIGHT = ("llama70b", *IN_MXFP4)  # shapes that no GPU holds in 16 bits, or that are packed
 _WRITERS = 12  # processes that write their files
 
 
@@ -227,6 +231,8 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
     with torch.device("meta" if is_large else device):
         model = AutoModelForCausalLM.from_config(shape.config(**overrides), dtype=torch.bfloat16)
     if is_large:
+        if name in IN_MXFP4:
+            model.config.quantization_config = {"quant_method": "mxfp4"}
         _write_by_weight(model, folder, device)
     else:
         model.save_pretrained(folder, max_shard_size="4GB")
@@ -257,9 +263,12 @@ def _write_by_weight(model, folder: Path, device: str) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {name: meta.shape for name, meta in model.state_dict().items()}
+    weights = model.state_dict()
+    if hasattr(model.config, "quantization_config"):
+        weights = _packed(weights)
+    sizes = {name: meta.shape for name, meta in weights.items()}
     plan = split_torch_state_dict_into_shards(
-        model.state_dict(), filename_pattern="model{suffix}.safetensors", max_shard_size="4GB"
+        weights, filename_pattern="model{suffix}.safetensors", max_shard_size="4GB"
     )
     n_devices = max(1, torch.cuda.device_count())
     jobs = [
@@ -274,6 +283,19 @@ def _write_by_weight(model, folder: Path, device: str) -> None:
     model.config.save_pretrained(folder)
 
 
+def _packed(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace stacks of experts on the meta device by those of MXFP4, 32 inputs a block."""
+    packed = {}
+    for name, weight in weights.items():
+        if weight.dim() < 3:
+            packed[name] = weight
+            continue
+        n_experts, n_inputs, n_outputs = weight.shape
+        packed[f"{name}_blocks"] = weight.new_empty((n_experts, n_outputs, n_inputs // 32, 16)).byte()
+        packed[f"{name}_scales"] = weight.new_empty((n_experts, n_outputs, n_inputs // 32)).byte()
+    return packed
+
+
 def _write_file(path: str, sizes: dict[str, Any], device: str) -> None:
     import torch
     from safetensors.torch import save_file
@@ -281,6 +303,10 @@ def _write_file(path: str, sizes: dict[str, Any], device: str) -> None:
     torch.manual_seed(zlib.crc32(path.encode()))
     weights = {}
     for name, size in sizes.items():
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (119, 121)  # of about 0.02
+            weights[name] = torch.randint(low, high, size, dtype=torch.uint8)
+            continue
         weight = torch.ones(size, dtype=torch.bfloat16, device=device)  # of a norm
         weights[name] = (weight if len(size) == 1 else weight.normal_(std=0.02)).cpu()
     save_file(weights, path, {"format": "pt"})

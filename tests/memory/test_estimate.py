@@ -13,7 +13,7 @@ from unsloth_pack.run.estimate import estimate_run
 from unsloth_pack.training.chips import Gpu
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from shapes import PUBLISHED, Shape
+from shapes import IN_MXFP4, PUBLISHED, Shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H100, GIB = Gpu.named("h100"), 2**30
@@ -29,12 +29,10 @@ SWEEP = (  # of benchmarks/results/sweep-h100-2026-11-26.json
 )
 _QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6}
 _MOE = _QWEN3 | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-_OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 LARGE = {
     "qwen3-32b": Shape("qwen3", 151936, 5120, 25600, 64, 64, 8, 40960, False, 1e6, 4096, _QWEN3),
     "30b-a3b": Shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 40960, False, 1e6, 4096, _MOE),
     "8-of-30b-a3b": Shape("qwen3_moe", 151936, 2048, 6144, 8, 32, 4, 40960, False, 1e6, 4096, _MOE),
-    "gpt-oss-20b": Shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, False, 15e4, 4096, _OSS),
 }
 
 
@@ -71,7 +69,7 @@ def test_estimates_measured_peaks_of_adapters(name, tmp_path):
         (LARGE["qwen3-32b"], 4096, NF4 | GC, 20.5),
         (LARGE["8-of-30b-a3b"], 4096, NF4 | GC | {"r": 8}, 5.57),
         (LARGE["8-of-30b-a3b"], 4096, {}, 14.95),
-        (LARGE["gpt-oss-20b"], 4096, GC | {"r": 8, "target_modules": SEVEN[:4]}, 39.9),
+        (IN_MXFP4["gpt-oss-20b"], 4096, GC | {"r": 8, "target_modules": SEVEN[:4]}, 39.9),
         (PUBLISHED["qwen2.5-0.5b"], 2048, FULL, 5.30),
         (PUBLISHED["llama3.2-3b"], 8192, FULL | {"masters_on_host": True}, 24.50),
         (PUBLISHED["llama3.1-8b"], 8192, FULL | {"optim": "adamw_8bit"}, 61.91),
