@@ -83,7 +83,8 @@ class FastLanguageModel:
             max_seq_length: tokens of the longest document or packed row, at most the model's positions.
             dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32.
                 For full fine-tuning None means float32, since small updates are lost in 16 bits.
-            load_in_4bit: frozen weights in NF4 through bitsandbytes.
+            load_in_4bit: frozen weights in NF4 through bitsandbytes. Experts stored in MXFP4 stay so, here
+                and in the next two.
             load_in_8bit: frozen weights in int8 through bitsandbytes.
             load_in_fp8: frozen weights of the layers in e4m3, with a scale for every output; needs a GPU that
                 computes in it.
