@@ -143,7 +143,7 @@ def _print_completion(shell: str) -> None:
     if shell not in shtab.SUPPORTED_SHELLS:
         raise InputError(f"--print-completion is {shell!r}; give one of {', '.join(shtab.SUPPORTED_SHELLS)}")
     parsers = [import_module(f"unsloth_pack.cli.{name}").build_parser() for name in ("train", *SUBCOMMANDS)]
-    for action in (action for parser in parsers for action in parser._actions):
+    for action in (action for parser in parsers for action in parser.actions):
         words = action.metavar.split("|") if isinstance(action.metavar, str) else []
         if len(words) > 1:
             action.choices = words

@@ -19,6 +19,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any):
+        self.actions: list[argparse.Action] = []
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
         self._options: set[str] = set()  # of `train`, among the flags
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -34,7 +35,8 @@ class Parser(argparse.ArgumentParser):
                     raise argparse.ArgumentTypeError(str(error)) from None
 
             options["type"] = read
-        return super().add_argument(*names, **options)
+        self.actions.append(super().add_argument(*names, **options))
+        return self.actions[-1]
 
     def add_switch(self, name: str, help: str) -> None:
         """Add a flag that is true when bare, and false when it is not there."""
@@ -48,7 +50,8 @@ class Parser(argparse.ArgumentParser):
         takes: dict[str, Any] = {"dest": name, "action": "append", "metavar": each.unit}
         takes |= {"nargs": "?", "const": each.bare} if each.bare else {}
         help = (help or f"{each.help} (default: {each.shown_default})").replace("%", "%%")
-        (group or self).add_argument(*(f"--{name}" for name in each.names), help=help, **takes)
+        action = (group or self).add_argument(*(f"--{name}" for name in each.names), help=help, **takes)
+        self.actions += [action] if group else []
         in_section = [f"--{each.section}.{name}" for name in each.names]
         self.add_argument(*in_section, help=argparse.SUPPRESS, **takes)
 
