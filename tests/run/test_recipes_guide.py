@@ -55,7 +55,7 @@ def test_every_peak_in_the_table_of_gpus(name, write_recipes):
 @table("name", FOR_GPUS)
 def test_a_recipe_names_the_largest_model_that_fits_its_gpu(name, write_recipes):
     gpu = KNOWN["gpus"][name.removeprefix("gpu-").replace("gb", " GB")]
-    model = yaml.safe_load(recipe_text(name))["model"]
+    model = yaml.safe_load(recipe_text(name))
     in_nf4 = {each: peaks["NF4"][model["max_seq_length"]] for each, peaks in KNOWN["peaks"].items()}
     largest = max((peak, each) for each, peak in in_nf4.items() if write_recipes.fits(peak, gpu))[1]
     assert all(word in model["model_name"] for word in largest.split("-")), largest

@@ -48,11 +48,9 @@ _WORDS = {  # of a summary and its ledger, in place of the names of their fields
     "peak_memory_bytes": "peak memory",
     "first_loss": "loss at first (nats a token)",
     "last_loss": "loss at last (nats a token)",
-    "output_dir": "output folder",
     "tflops": "model TFLOP/s a device",
     "mfu": "MFU",
     "hfu": "HFU",
-    "prompts_rerendered": "rows that change the tokens of their prompt",
     "longest": "tokens of the longest row",
     "p99": "tokens of a row, 99th percentile",
 }
@@ -337,9 +335,7 @@ def _answers(demo: Mapping[str, Any]) -> str:
 def _row(row: PackedRowSeen) -> str:
     lengths = ", ".join(map(str, row.lengths))
     if len(row.lengths) > _MOST_LENGTHS:
-        lengths = (
-            f"{min(row.lengths):,} to {max(row.lengths):,}, in the median {np.median(row.lengths):,.0f},"
-        )
+        lengths = f"{min(row.lengths):,} to {max(row.lengths):,}"
     legend = (
         f"{len(row.lengths)} documents of {lengths} tokens. Lines are their "
         "boundaries, which no token sees across. Dark tokens count in the loss: "

@@ -168,16 +168,12 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     speed += "".join(f", {name} {share:.1%}" for name, share in shares.items() if share is not None)
     passes = "" if summary.stream else f" in {summary.epochs:.4g} epochs"
     tokens = f"{shortened(summary.tokens_trained)} trained{passes}"
-    parts = {
-        " counted in the loss": summary.tokens_counted,
-        " without loss": summary.tokens_trained - summary.tokens_counted,
-        " of padding beside": summary.tokens_padded,
-    }
+    padding = f"; {shortened(summary.tokens_padded)} of padding" if summary.tokens_padded else ""
     lines = [
         ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
         ("speed", speed),
         *ledger_lines(ledger, _read_lines(summary)),
-        ("tokens", "; ".join([tokens, *(f"{shortened(n)}{what}" for what, n in parts.items() if n)])),
+        ("tokens", f"{tokens}: {shortened(summary.tokens_counted)} counted in the loss{padding}"),
         ("peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
