@@ -17,8 +17,8 @@ parameter that is trained (`correctness/judge.py`). A combination that cannot ex
 Under "distillation" the base teaches the model by the forward KL divergence. "reverse_kl" and "jsd" do so on
 one architecture for each kind of head, since they differ in its kernel alone.
 
-Under "sharded" two ranks, on a CPU, hold parts of the layers as `FastLanguageModel` loads them, and step on rows
-of their own. Each step is judged as the others, and must equal that of a whole model to the bit.
+Under "sharded" two ranks on a CPU hold parts of the layers, as `FastLanguageModel` loads them, and step on
+rows of their own. Each step is judged as the others are, and must equal that of a whole model to the bit.
 
 "nf4" is bfloat16 over weights in NF4, judged against float64 on the dequantised weights. Dropout drops by
 token, not at random, so that all runs drop the same. Under "auto" a tiny model would always fit, so half of
