@@ -6,9 +6,12 @@ import pytest
 from tiny import tiny_config
 
 from unsloth_pack.cli import main
-from unsloth_pack.config import TrainOptions
+from unsloth_pack.config import TrainOptions, load, train_parser
+from unsloth_pack.memory.estimate import CONTEXT
+from unsloth_pack.report.metrics import read_config
 from unsloth_pack.run import estimate as run_estimate
 from unsloth_pack.run.estimate import check_memory
+from unsloth_pack.run.resolve import resolve
 from unsloth_pack.training.chips import Gpu
 
 GIB = 2**30
@@ -88,6 +91,25 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert main(["--dry_run", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
     assert "updates of" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_auto_takes_as_many_rows_of_an_update_as_surely_fit(config_only, on_gpu, capsys):
+    flags = ["--model_name", config_only, "--max_seq_length", "256", "--packing", "--max_steps", "10"]
+    four = estimated(capsys, *flags, "--per_device_train_batch_size", "4", "--gpu", "h100")
+    for more, rows in ((1, 4), (-1, 2)):  # MiB beside what four rows need, a tenth of the estimate included
+        on_gpu((1.1 * four["bytes"]["peak"] + CONTEXT + more * 2**20) / GIB)
+        auto = ["--per_device_train_batch_size", "auto", "--effective_batch_size", "4"]
+        chosen = estimated(capsys, *flags, *auto)
+        assert chosen["tokens"] == rows * 256
+        assert chosen["tokens_an_update"] == 4 * 256
+
+
+def test_auto_is_one_row_on_a_cpu_and_what_it_was_at_a_resume(train, tmp_path):
+    auto = {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 2}
+    assert train("--sample_packing", max_steps=1, **auto) == 0
+    again = ["--resume", f"--output_dir={tmp_path / 'out'}", "--per_device_train_batch_size=auto"]
+    assert read_config(tmp_path / "out")["per_device_train_batch_size"] == 1
+    assert resolve(load(again, train_parser())).training.per_device_train_batch_size == 1
 
 
 def test_a_model_that_cannot_be_built_without_weights_trains_all_the_same(on_gpu, monkeypatch):

@@ -12,7 +12,7 @@ from rich.table import Table
 from unsloth_pack.config import Parser
 from unsloth_pack.config.values import Count
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.errors import first_line
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.report.terminal import LastingConsole
 from unsloth_pack.run.data_flags import add_data_flags, check_sources, read_documents
 from unsloth_pack.run.machine import device_name, device_type, versions
@@ -122,6 +122,8 @@ def _prepare(flags: Mapping[str, Any], folder: Path) -> list["Case"]:
     packed.save_to_disk(folder / "packed")
 
     rows = flags.get("per_device_train_batch_size") or 1
+    if rows == "auto":
+        raise InputError("per_device_train_batch_size is 'auto', and bench times one size; give a number")
     first = Case(
         model_name=name if name in BUNDLED_MODELS else base,
         rows=str(folder / "packed"),

@@ -39,7 +39,10 @@ def run(arguments: Sequence[str]) -> int:
             raise InputError(f"gpu is {gpu!r}; give one of {', '.join(GPUS)}")
         as_json = getattr(own, "json", False)
         quieten(show_bars=not as_json)
-        show(options, Gpu.here() if gpu is None else Gpu.named(gpu), as_json)
+        from unsloth_pack.run.estimate import with_rows_that_fit
+
+        on = Gpu.here() if gpu is None else Gpu.named(gpu)
+        show(with_rows_that_fit(options, on), on, as_json)
     return 0
 
 

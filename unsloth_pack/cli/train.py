@@ -55,8 +55,10 @@ def run(arguments: Sequence[str]) -> int:
             quieten(show_bars=is_main_process())
             options = with_optimizer(options, device_type())
             validate_model(options)
-            from unsloth_pack.run.estimate import check_memory
+            from unsloth_pack.run.estimate import check_memory, with_rows_that_fit
+            from unsloth_pack.training.chips import Gpu
 
+            options = with_rows_that_fit(options, Gpu.here())
             estimate = check_memory(options)
             if options.output.dry_run:
                 if is_main_process():

@@ -110,7 +110,7 @@ class TrainingOptions(Section):
     """How it is trained, and for how long."""
 
     objective: Literal["sft", "distill", "dpo", "kto", "orpo", "rollouts"] = "sft"
-    per_device_train_batch_size: t.Count | None = None
+    per_device_train_batch_size: t.Rows | None = None
     per_device_eval_batch_size: t.Count | None = None
     gradient_accumulation_steps: t.Count = 4
     effective_batch_size: t.Count | None = None
@@ -140,6 +140,11 @@ class TrainingOptions(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     fsdp: t.FilePath | None = None
     deepspeed: t.FilePath | None = None
+
+    @property
+    def rows_of_step(self) -> int:
+        """Rows of a step on each device; 1 until "auto" is resolved."""
+        return self.per_device_train_batch_size if isinstance(self.per_device_train_batch_size, int) else 1
 
 
 class DistillOptions(Section):

@@ -152,6 +152,10 @@ _EvalSets = Annotated[list[EvalSet], Field(min_length=1), Tag("[list]")]
 Modules = Annotated[_Text | Annotated[_Names, Tag("[list]")], _TEXT_OR_LIST, BeforeValidator(_modules)]
 DataSets = Annotated[_Path | _Sets, _TEXT_OR_LIST, BeforeValidator(_data_sets)]
 EvalSets = Annotated[_Path | _EvalSets, _TEXT_OR_LIST, BeforeValidator(_data_sets)]
+Rows = Annotated[
+    Annotated[Literal["auto"], Tag("[text]")] | Annotated[Count, Tag("[key]")],
+    Discriminator(lambda value: "[text]" if value == "auto" else "[key]"),
+]
 Recompute = Annotated[Literal[True, False, "offload", "unsloth", "auto"], BeforeValidator(_plain)]
 
 

@@ -111,7 +111,8 @@ def _of_tuning(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_training(v: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    schedule, rows = v.lr_scheduler_type, (v.per_device_train_batch_size or 1) * count_processes()
+    schedule, step = v.lr_scheduler_type, v.per_device_train_batch_size
+    rows = (step if isinstance(step, int) else 1) * count_processes()
     for name in ("warmup_ratio", "warmup_steps"):
         if given.get(name) and schedule in SCHEDULES_WITHOUT_WARMUP:
             yield f"{_said(v, name, 'lr_scheduler_type')}, which has no warmup; leave out one of them"

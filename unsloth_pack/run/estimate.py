@@ -44,6 +44,11 @@ class RunEstimate:
         """Whether the memory is enough; None where no GPU is known."""
         return None if self.gpu is None else self.memory.peak + CONTEXT <= self.gpu.memory
 
+    @property
+    def fits_surely(self) -> bool:
+        """Whether the memory is enough even if the estimate is a tenth too low."""
+        return self.gpu is not None and 1.1 * self.memory.peak + CONTEXT <= self.gpu.memory
+
     def seconds(self, lengths: Sequence[int], tokens: float) -> float | None:
         """Return the time of a micro-batch of `tokens`, in documents like those of these lengths.
 
@@ -82,7 +87,7 @@ def estimate_run(o: TrainOptions, gpu: Gpu | None) -> RunEstimate:
     quantised = {"int8": o.model.load_in_8bit, "fp8": o.model.load_in_fp8}
     quantised["nf4"] = o.model.load_in_4bit or is_stored_quantised  # at least
     step = StepSettings(
-        tokens=(training.per_device_train_batch_size or 1) * o.model.max_seq_length,
+        tokens=training.rows_of_step * o.model.max_seq_length,
         dtype=dtype,
         checkpointing=training.use_gradient_checkpointing,
         weights=next((name for name, is_set in quantised.items() if is_set), None),
@@ -94,6 +99,19 @@ def estimate_run(o: TrainOptions, gpu: Gpu | None) -> RunEstimate:
     )
     memory = estimate_memory(model, step, gpu.memory if gpu else math.inf)
     return RunEstimate(memory, gpu, step.tokens, model)
+
+
+def with_rows_that_fit(o: TrainOptions, gpu: Gpu | None) -> TrainOptions:
+    """Resolve `per_device_train_batch_size auto`: as many of an update's rows as fit at once."""
+    if o.training.per_device_train_batch_size != "auto":
+        return o
+    an_update = o.training.gradient_accumulation_steps  # of one row each until here
+    for rows in range(1 if gpu is None else an_update, 0, -1):
+        steps, left = divmod(an_update, rows)
+        step = changed(o, {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps})
+        if left == 0 and (rows == 1 or estimate_run(step, gpu).fits_surely):
+            return step
+    raise AssertionError("a single row is always taken")
 
 
 def _build_on_meta(o: TrainOptions, dtype: torch.dtype) -> Any:
@@ -116,7 +134,7 @@ def plan_updates(o: TrainOptions, estimate: RunEstimate) -> dict[str, Any]:
     """
     data, training, longest = o.data, o.training, o.model.max_seq_length
     processes = count_processes()
-    rows = (training.per_device_train_batch_size or 1) * processes
+    rows = training.rows_of_step * processes
     steps, lengths = training.gradient_accumulation_steps, [longest]
     tokens, n_rows = float(rows * longest), None
     if (o.is_demo or "dataset" in o.given) and not data.streaming and packs_in(data.dataset) is None:
@@ -165,7 +183,7 @@ def check_memory(o: TrainOptions) -> RunEstimate | None:
 
 def remedy(o: TrainOptions, gpu: Gpu) -> str:
     """Name the first change, of those that change a run least, with which it is expected to fit."""
-    rows = o.training.per_device_train_batch_size or 1
+    rows = o.training.rows_of_step
     half = max(64, o.model.max_seq_length // 2 // 64 * 64)
     changes: list[dict[str, object]] = [{"use_gradient_checkpointing": "auto"}]
     changes += [{"per_device_train_batch_size": 1}] * (rows > 1)

@@ -101,6 +101,8 @@ def resolve(asked: TrainOptions) -> TrainOptions:
         InputError: the resumed run is missing or was started otherwise, or an option contradicts packed rows.
     """
     given = asked.given
+    if given.get("resume") and asked.training.per_device_train_batch_size == "auto":
+        given = {name: value for name, value in given.items() if value != "auto"}  # as many as before
     resumed = _resumed_run(given) if given.get("resume") else {}
     options = changed(asked, {**(resumed or _demo_values(asked)), **given})
     if resumed:
@@ -267,8 +269,9 @@ def _refuse_otherwise(
 def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
     """Fill in the defaults that depend on other options."""
     training, output = options.training, options.output
-    rows = training.per_device_train_batch_size or (1 if options.data.sample_packing else 2)
-    values: dict[str, Any] = {"per_device_train_batch_size": rows}
+    asked = training.per_device_train_batch_size or (1 if options.data.sample_packing else 2)
+    rows = 1 if asked == "auto" else asked
+    values: dict[str, Any] = {"per_device_train_batch_size": asked}
     values["per_device_eval_batch_size"] = training.per_device_eval_batch_size or rows
     has_end = options.data.streaming or training.num_train_epochs is not None  # a stream has to be given one
     if training.max_steps is None and not has_end:
