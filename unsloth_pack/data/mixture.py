@@ -26,7 +26,7 @@ import numpy as np
 from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.files import SUFFIXES
-from unsloth_pack.data.rows import CHANNEL, IMAGES, update_with_images
+from unsloth_pack.data.rows import IMAGES, update_with_images
 from unsloth_pack.data.streaming import Place, RawBlock, RowSource, endless, no_rows
 from unsloth_pack.data.text_files import plain_name
 from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
@@ -85,12 +85,6 @@ def short_names(names: Sequence[str]) -> tuple[str, ...]:
         if len({*short}) == len(short):
             return tuple(short)
     return tuple(f"{name}-{number}" for number, name in enumerate(short, 1))
-
-
-def with_channel(documents: Documents, number: int) -> Documents:
-    """Add the column that says which data set of a mixture the documents come from."""
-    numbers = [[number]] * len(documents.rows)
-    return replace(documents, rows=documents.rows.add_column(CHANNEL, numbers))
 
 
 def mix(

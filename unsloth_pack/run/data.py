@@ -16,7 +16,7 @@ from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.cache import cores
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.labels import Labels
-from unsloth_pack.data.mixture import Mixture, Part, short_names
+from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.sources import DataSet
 from unsloth_pack.data.streaming import DocumentStream, RowSource, Share
 from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
@@ -319,10 +319,9 @@ class _Builder:
             Part(data_set.name, data_set.weight, unused_columns.get(number, ()))
             for number, data_set in enumerate(data_sets)
         )
-        channels, seed = self._channels_of(parts), self._config.seed
-        rows = RowStream(
-            documents, self._capacity, seed=seed, share=share, has_channels=bool(channels), **options
-        )
+        channels = self._prepare.channels([part.name for part in parts])
+        options["seed"] = self._config.seed
+        rows = RowStream(documents, self._capacity, share=share, has_channels=bool(channels), **options)
         return PreparedRows(rows, documents.first_ledger, documents.fingerprint, None, parts, channels)
 
     def _mixture(self, loaded: list[RowsOfSet], **how: Any) -> Mixture:
@@ -346,10 +345,5 @@ class _Builder:
         rows = documents.rows
         if is_packed:
             rows = pack_documents(documents, self._capacity, self._data.num_proc)
-        return PreparedRows(
-            rows, documents.ledger, documents.fingerprint, None, parts, self._channels_of(parts)
-        )
-
-    def _channels_of(self, parts: tuple[Part, ...]) -> tuple[str, ...]:
-        are_told = self._prepare.has_channels and len(parts) > 1
-        return short_names([part.name for part in parts]) if are_told else ()
+        channels = self._prepare.channels([part.name for part in parts])
+        return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts, channels)

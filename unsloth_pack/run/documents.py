@@ -12,9 +12,9 @@ from unsloth_pack.checkpoints.new_tokens import add_to_tokenizer, read_new_token
 from unsloth_pack.config.options import AdapterOptions, DataOptions
 from unsloth_pack.data.columns import check_shared, check_used
 from unsloth_pack.data.labels import Labels
-from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix, with_channel
+from unsloth_pack.data.mixture import MixedRows, Mixture, Source, mix, short_names
 from unsloth_pack.data.preferences import preferences_of
-from unsloth_pack.data.rows import PREFERENCES
+from unsloth_pack.data.rows import CHANNEL, PREFERENCES
 from unsloth_pack.data.sources import ChosenRows, DataSet
 from unsloth_pack.data.streaming import Place, RowSource
 from unsloth_pack.data.tokenize import Documents, documents_of
@@ -110,13 +110,17 @@ class DocumentPreparation:
     objective: str = "sft"
     has_channels: bool = False
 
+    def channels(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return what logs call data sets, if their documents have the column `CHANNEL`; else nothing."""
+        return short_names(names) if self.has_channels and len(names) > 1 else ()
+
     def mixture(self, loaded: Sequence[RowsOfSet], **how: Any) -> Mixture:
         """Tokenise one or several data sets, each in its own format; `how` they are mixed is of `mix`.
 
         Raises:
             InputError: a row cannot be trained on; names the data set.
         """
-        sources = []
+        sources, channels = [], self.channels([each.data_set.name for each in loaded])
         for number, each in enumerate(loaded):
             name = each.data_set.name
             try:
@@ -124,8 +128,9 @@ class DocumentPreparation:
                 check_used(each.data_set.columns, documents.unused_columns)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
-            if self.has_channels and len(loaded) > 1:
-                documents = with_channel(documents, number)
+            if channels:
+                numbers = [[number]] * len(documents.rows)
+                documents = replace(documents, rows=documents.rows.add_column(CHANNEL, numbers))
             sources.append(Source(name, each.data_set.weight, documents))
         return mix(sources, **how)
 

@@ -130,9 +130,9 @@ class ChannelLosses:
 
     def put_metrics(self, trainer: Any, metrics: dict[str, list[float]], sums: Tensor, n_tokens: int) -> None:
         """Append the values of `[processes, micro-batches, sums]` to TRL's metrics."""
-        own = 2 * len(self.names)
-        put_metrics(trainer, metrics, sums[..., :-own], n_tokens)
-        losses, counts = sums[..., -own:].sum(dim=(0, 1)).view(2, -1)
+        of_trl, own = sums.split([sums.shape[-1] - 2 * len(self.names), 2 * len(self.names)], dim=-1)
+        put_metrics(trainer, metrics, of_trl, n_tokens)
+        losses, counts = own.sum(dim=(0, 1)).view(2, -1)
         metrics |= {name: [mean] for name, mean in _means_of_channels(self.names, losses, counts).items()}
 
 

@@ -126,7 +126,7 @@ class RunTrainer(SFTTrainer):
         self.nonfinite_updates = NonFiniteUpdates()
         self._averaged = AveragedGradients() if self.args.world_size > 1 else None
         self.memory_watch = MemoryWatch()
-        self._channels = ChannelLosses(channels) if channels else None
+        self._channels = ChannelLosses(channels)
         self._eval_channels = eval_channels
         self.unsloth_pack_logging = RunLogging(self._channels)  # the hooks on `SFTTrainer` log by it
         self.objective: Objective | None = None if objective is None else objective(self)
@@ -283,9 +283,7 @@ class RunTrainer(SFTTrainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        channel = inputs.pop(CHANNEL, None)
-        if self._channels is not None:
-            self._channels.channel = channel
+        self._channels.channel = inputs.pop(CHANNEL, None)
         if self.objective is not None:
             loss, _ = self.objective.compute_loss(model, inputs, kwargs.get("num_items_in_batch"))
         else:

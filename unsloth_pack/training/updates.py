@@ -286,19 +286,12 @@ class RunLogging(DeferredLogging):
     is_of_run = True
     kind_of_line = RunLine
 
-    def __init__(self, channels: ChannelLosses | None = None):
+    def __init__(self, channels: ChannelLosses):
         super().__init__()
-        self._channels = channels
-        if channels is not None:
-            self.put_metrics = channels.put_metrics
+        self._channels, self.put_metrics = channels, channels.put_metrics
 
     def sums_of(self, outputs: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        sums = super().sums_of(outputs, inputs)
-        return (
-            sums
-            if self._channels is None
-            else sums + self._channels.sums(outputs, inputs.get("position_ids"))
-        )
+        return super().sums_of(outputs, inputs) + self._channels.sums(outputs, inputs.get("position_ids"))
 
     def write(self, trainer: Any) -> LogLine | None:
         line = super().write(trainer)
