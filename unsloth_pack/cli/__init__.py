@@ -134,27 +134,27 @@ def _one_line(error: BaseException | str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
-def _print_completion(shell: str) -> None:
-    """Print the script that completes subcommands and flags in a shell."""
+def _print_completion(arguments: list[str]) -> None:
+    """Print the script that completes subcommands and flags in a shell, and exit."""
     try:
         import shtab
     except ImportError:
         raise InputError("--print-completion needs shtab; pip install shtab") from None
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise InputError(f"--print-completion is {shell!r}; give one of {', '.join(shtab.SUPPORTED_SHELLS)}")
-    parsers = [import_module(f"unsloth_pack.cli.{name}").build_parser() for name in ("train", *SUBCOMMANDS)]
-    for action in (action for parser in parsers for action in parser.actions):
+    whole, *others = [
+        import_module(f"unsloth_pack.cli.{name}").build_parser() for name in ("train", *SUBCOMMANDS)
+    ]
+    for action in (action for parser in (whole, *others) for action in parser.actions):
         words = action.metavar.split("|") if isinstance(action.metavar, str) else []
         if len(words) > 1:
             action.choices = words
         elif words:
             action.complete = shtab.FILE
-    whole, *others = parsers  # without a subcommand it is that of `train`
     commands = whole.add_subparsers()
     for name, own in zip(SUBCOMMANDS, others, strict=True):
         about = own.description.partition(".")[0]
         commands.add_parser(name, help=about, parents=[own], add_help=False, conflict_handler="resolve")
-    print(shtab.complete(whole, shell))
+    shtab.add_argument_to(whole)
+    whole.parse_args(arguments)
 
 
 def _run(arguments: list[str]) -> int:
@@ -162,8 +162,7 @@ def _run(arguments: list[str]) -> int:
         print(f"unsloth-pack {unsloth_pack.__version__}")
         return 0
     if arguments[:1] == ["--print-completion"]:
-        _print_completion(*(arguments[1:2] or ["nothing"]))
-        return 0
+        _print_completion(arguments)
     name = "train"
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
