@@ -8,7 +8,6 @@ import pytest
 from cli_runs import read_metrics
 
 from unsloth_pack.cli import run_report
-from unsloth_pack.report.trackers import Trackers
 
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+|url\((?!#)|\bsrc=|@import|<script|<link", re.IGNORECASE)
 
@@ -47,15 +46,15 @@ def test_a_run_does_not_fail_because_of_it(train, monkeypatch, capsys, tmp_path)
 def test_trackers_get_the_figures_and_files_of_a_run_and_never_end_it(train, monkeypatch, capsys, tmp_path):
     """A tracker of our own stands for those that may not be installed."""
     seen, out = [], tmp_path / "out"
-    monkeypatch.setattr(Trackers, "on_train_begin", lambda self, *_, **__: self._add.append(seen.append))
+    monkeypatch.setattr(run_report, "begin_trackers", lambda *_: [lambda *results: seen.append(results)])
     assert train(max_steps=1, sample_packing=True) == 0
-    (results,) = seen
-    assert [path.name for path in results.files] == ["report.html", "metrics.jsonl", "README.md"]
-    assert [path.name for path in results.pictures] == ["packed_row.png"]
+    ((figures, files, pictures),) = seen
+    assert [path.name for path in files] == ["report.html", "metrics.jsonl", "README.md"]
+    assert [path.name for path in pictures] == ["packed_row.png"]
     (summary,) = read_metrics(out)["summary"]
-    assert results.figures["run/last_loss"] == summary["last_loss"]
-    assert results.figures["run/ledger/tokens_read"] == summary["ledger"]["tokens_read"]
-    assert 0 < results.figures["run/fill"] <= 1
-    monkeypatch.setattr(Trackers, "add", lambda *_: 1 / 0)
+    assert figures["run/last_loss"] == summary["last_loss"]
+    assert figures["run/ledger/tokens_read"] == summary["ledger"]["tokens_read"]
+    assert 0 < figures["run/fill"] <= 1
+    monkeypatch.setattr(run_report, "begin_trackers", lambda *_: [lambda *_: 1 / 0])
     assert train("--overwrite_output_dir", max_steps=1) == 0
     assert "a tracker got no results: ZeroDivisionError" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from unsloth_pack.data.mixture import Part
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
+from unsloth_pack.modules import base_of
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.patching.trainer_hooks import why_not_flat
@@ -48,10 +49,11 @@ from unsloth_pack.report.terminal import (
     print_summary,
     shortened,
 )
-from unsloth_pack.report.trackers import Results, Trackers
+from unsloth_pack.report.trackers import begin_trackers
+from unsloth_pack.run.card import write_cards
 from unsloth_pack.run.data import PreparedRows, TrainingData
 from unsloth_pack.run.images import ImagePreparation
-from unsloth_pack.run.machine import is_main_process
+from unsloth_pack.run.machine import device_names, is_main_process
 from unsloth_pack.training.nonfinite import NonFinite
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 from unsloth_pack.training.trainer import RunTrainer
@@ -104,9 +106,11 @@ class RunReport:
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
         self.trainer.nonfinite_updates.report = self._report_nonfinite
-        self._trackers = Trackers(self.trainer, flat(self.options))
-        self.trainer.add_callback(self._trackers)
-        self.trainer.add_callback(ProgressCallback(self.console, self._print_banner))
+        self.trainer.add_callback(ProgressCallback(self.console, self._begin))
+
+    def _begin(self, updates: int) -> None:
+        self._trackers = begin_trackers(self.trainer, flat(self.options)) if self.metrics.enabled else []
+        self._print_banner(updates)
 
     def _report_nonfinite(self, update: NonFinite) -> None:
         self.metrics.write("nonfinite", **asdict(update))
@@ -152,9 +156,8 @@ class RunReport:
         report, dtype = patch.report, str(self.dtype).removeprefix("torch.")
         counts = shortened(trained), shortened(everything)
         shape = f"{report.model_type}, {report.n_layers} layers"
-        device = _device_name(config.device, config.world_size)
         lines = [
-            ("model", f"{self.options.model.model_name} ({shape}), {dtype} on {device}"),
+            ("model", f"{self.options.model.model_name} ({shape}), {dtype} on {device_names()}"),
             ("trained", f"{counts[0]} of {counts[1]} parameters ({trained / everything:.2%})"),
             *_patch_lines(report, self.options.output.verbose),
             *self._data_lines(),
@@ -209,10 +212,9 @@ class RunReport:
 
     def _part_lines(self) -> list[Line]:
         lines = lines_of_parts(self.data.train.parts)
-        if self.options.output.verbose or len(lines) <= _MOST_PARTS:
-            return lines
-        shown = _MOST_PARTS - 1
-        return [*lines[:shown], ("more", f"{len(lines) - shown} lines like these; --verbose shows them")]
+        hidden = 0 if self.options.output.verbose else len(lines) - _MOST_PARTS
+        more = ("more", f"{hidden} lines like these; --verbose shows them")
+        return [*lines[:_MOST_PARTS], more] if hidden > 0 else lines
 
     def _describe_optimizer(self) -> str:
         training, config = self.options.training, self.trainer.args
@@ -232,41 +234,40 @@ class RunReport:
         return summary, counts.ledger if counts else train.ledger
 
     def finish(self, summary: RunSummary, ledger: TokenLedger) -> None:
-        """Write the report page and the summary, and print it."""
+        """Write the card, the report page and the summary, and print it."""
         figures = {**asdict(summary), "ledger": asdict(ledger)}
-        self.write_page(figures)
-        self._add_to_trackers(figures)
+        if self.metrics.enabled:
+            self._write_files(figures)
         self.metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
         print_summary(self.console, summary, ledger)
 
-    def write_page(self, figures: Mapping[str, object]) -> None:
-        """Write `report.html`, with the figures of the summary; if that fails a line says so, no more."""
-        if not self.metrics.enabled:
-            return
-        folder, patch = self.metrics.path.parent, patch_of(cast(PeftModel, self.trainer.model))
+    def _write_files(self, figures: Mapping[str, Any]) -> None:
+        """Write card and page, and add to trackers; if page or trackers fail a line says so, no more."""
+        folder, model = self.metrics.path.parent, cast(PeftModel, self.trainer.model)
+        lines, patch = [*read_lines(folder), line_of("summary", **figures)], patch_of(model)
         assert patch is not None
+        write_cards(self.options, lines, takes_images=hasattr(base_of(model).config, "vision_config"))
+        row = None
         with self._or_say("report.html was not written"):
-            row = self._row_to_draw() if self.options.data.sample_packing else None
-            lines = [*read_lines(folder), line_of("summary", **figures)]
+            row = self._row_to_draw()
             text = page_of(lines, patch.report, self._lengths, row, self.options.model.max_seq_length)
             with write_file(folder / "report.html") as file:
                 file.write(text.encode("utf-8", "replace"))
+        if self._trackers:
+            with self._or_say("a tracker got no results"):
+                self._add_to_trackers(figures, row)
 
-    def _add_to_trackers(self, figures: Mapping[str, Any]) -> None:
-        """Add the figures, the picture of a packed row and the report to the trackers of the run."""
-        if not self._trackers:
-            return
+    def _add_to_trackers(self, figures: Mapping[str, Any], row: PackedRowSeen | None) -> None:
         fill = {"fill": self._fill.fill} if self._fill else {}
         named = {**figures, **fill, **{f"ledger/{name}": n for name, n in figures["ledger"].items()}}
         numbers = {f"run/{name}": float(n) for name, n in named.items() if isinstance(n, int | float)}
-        folder = self.metrics.path.parent
-        files = [path for name in ("report.html", METRICS, CARD) if (path := folder / name).is_file()]
-        with self._or_say("a tracker got no results"), TemporaryDirectory() as aside:
-            row = self._row_to_draw() if self.options.data.sample_packing else None
+        paths = [self.metrics.path.with_name(name) for name in ("report.html", METRICS, CARD)]
+        with TemporaryDirectory() as aside:
             picture = Path(aside, "packed_row.png")
             if row is not None:
                 picture.write_bytes(render(draw_row(row), "png", dpi=130))
-            self._trackers.add(Results(numbers, files, [picture] if row is not None else []))
+            for add in self._trackers:
+                add(numbers, [path for path in paths if path.is_file()], [picture] if row else [])
 
     @contextmanager
     def _or_say(self, what: str) -> Iterator[None]:
@@ -278,8 +279,8 @@ class RunReport:
             self.console.print(f"{what}: {why_not}", soft_wrap=True, markup=False)
 
     def _row_to_draw(self) -> PackedRowSeen | None:
-        """Among the first rows the one with the most documents; None where rows stream."""
-        if self._stream is not None:
+        """Among the first rows the one with the most documents; None where rows stream or are not packed."""
+        if self._stream is not None or not self.options.data.sample_packing:
             return None
         rows: Any = self.trainer.train_dataset
         first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
@@ -304,11 +305,6 @@ def _patch_lines(report: PatchReport, verbose: bool) -> list[Line]:
 def _described(rows: PreparedRows) -> dict[str, Any]:
     values: dict[str, Any] = {"ledger": asdict(rows.ledger), "fingerprint": rows.fingerprint}
     return values | ({"data_sets": list(map(asdict, rows.parts))} if rows.parts else {})
-
-
-def _device_name(device: torch.device, count: int) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    return name if count == 1 else f"{count} x {name}"
 
 
 def _images_to_draw(row: Mapping[str, Any], images: ImagePreparation) -> list[ImageSeen]:

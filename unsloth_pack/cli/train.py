@@ -90,9 +90,7 @@ def _build_config(o: TrainOptions) -> "tuple[SFTConfig, torch.dtype]":
 def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str | None) -> int:
     """Load, train, save and report; returns the exit code. `memory` is what is expected of a GPU's."""
     from unsloth_pack.cli.run_report import RunReport, score_demo, show_scores
-    from unsloth_pack.modules import base_of
     from unsloth_pack.report.callbacks import RunConsole, StopOnSignal
-    from unsloth_pack.run.card import write_cards
     from unsloth_pack.run.data import build_data
     from unsloth_pack.run.documents import load_run_tokenizer
     from unsloth_pack.run.model import build_model
@@ -166,8 +164,6 @@ def _run(o: TrainOptions, config: "SFTConfig", dtype: "torch.dtype", memory: str
             console.print(note, soft_wrap=True, markup=False)
         if score_before and (score := score_demo(demo, model, tokenizer.tokenizer, data.images)):
             show_scores(score_before, score, console, metrics)
-        if is_main:
-            write_cards(o, summary, takes_images=hasattr(base_of(model).config, "vision_config"))
         report.finish(summary, ledger)
         if o.output.push_to_hub is not None and is_main_process():
             upload(folder, o.output.push_to_hub)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ svg { width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd;
   vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; width: 18rem; } td.number { font-variant-numeric: tabular-nums; }
+th { font-weight: 600; width: 18rem; }
 table.answers { table-layout: fixed; } table.answers th { width: auto; }
 p.note { color: #666; }
 """
@@ -120,12 +121,10 @@ def draw_row(row: PackedRowSeen) -> Figure:
     images = row.images[:_MOST_IMAGES]
     n_strips = 1 if images else min(_MOST_STRIPS, -(-len(row.lengths) // _MOST_LENGTHS))
     figure = _figure(10, 2.8 if images else 0.8 + 0.8 * n_strips)
-    for strip in range(n_strips):
-        limits = strip * row.capacity / n_strips, (strip + 1) * row.capacity / n_strips
-        axes = figure.add_subplot(
-            n_strips, 1, strip + 1, yticks=[], xlim=limits, ylim=(0, 2 if images else 1)
-        )
-        _draw_documents(axes, row, limits, 0.5 if images else 1.0)
+    for strip, limits in enumerate(pairwise(np.linspace(0, row.capacity, n_strips + 1))):
+        height = 2 if images else 1
+        axes = figure.add_subplot(n_strips, 1, strip + 1, yticks=[], xlim=limits, ylim=(0, height))
+        _draw_documents(axes, row, *limits, 1 / height)
     axes.set_xlabel("token")
     width = 1 / max(1, len(images))
     for number, image in enumerate(images):
@@ -139,20 +138,16 @@ def draw_row(row: PackedRowSeen) -> Figure:
     return figure
 
 
-def _draw_documents(axes: Axes, row: PackedRowSeen, limits: tuple[float, float], top: float) -> None:
-    """Draw the documents of a row between two tokens; `top` is the share of the height that they take."""
-    import matplotlib
-
-    ends, (low, high) = np.cumsum(row.lengths), limits
-    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    for number, (end, length) in enumerate(zip(ends, row.lengths, strict=True)):
-        start, colour = end - length, colours[number % len(colours)]
+def _draw_documents(axes: Axes, row: PackedRowSeen, low: float, high: float, top: float) -> None:
+    """Draw the documents between two tokens of a row; `top` is the share of the height that they take."""
+    ends = np.cumsum(row.lengths)
+    for number, (start, end) in enumerate(pairwise([0, *ends])):
         if start >= high or end <= low:
             continue
-        axes.axvspan(start, end, ymax=top, color=colour, alpha=0.3, linewidth=0)
+        axes.axvspan(start, end, ymax=top, color=f"C{number % 10}", alpha=0.3, linewidth=0)
         edges = np.flatnonzero(np.diff(np.pad(row.is_counted[start:end].astype(np.int8), 1)))
         for first, last in edges.reshape(-1, 2):  # of each run of tokens that count
-            axes.axvspan(start + first, start + last, ymax=top, color=colour, linewidth=0)
+            axes.axvspan(start + first, start + last, ymax=top, color=f"C{number % 10}", linewidth=0)
         if end <= high:
             width = min(1, 20 * _MOST_STRIPS / len(ends))  # thinner where they would cover documents
             axes.axvline(end, ymax=top, color="black", linewidth=width, gid=f"boundary-{number}")
@@ -285,8 +280,8 @@ def page_of(
         "Held-out rows": _answers(by_kind["demo"][-1]) if "demo" in by_kind else "",
         "Lengths of documents": drawn_lengths,
         "A packed row": _row(row) if row is not None else "",
-        "Where the tokens went": _table(_in_words(summary["ledger"])),
-        "Summary": _table(_in_words({k: v for k, v in summary.items() if k not in ("kind", "ledger")})),
+        "Where the tokens went": _table(in_words(summary["ledger"])),
+        "Summary": _table(in_words({k: v for k, v in summary.items() if k not in ("kind", "ledger")})),
         "Patch": _table(
             {
                 "architecture": f"{patch.model_type}, {patch.n_layers} layers",
@@ -350,21 +345,25 @@ def _note(text: str) -> str:
     return f'<p class="note">{_text(text)}</p>'
 
 
-def _in_words(values: Mapping[str, Any]) -> dict[str, object]:
+def in_words(values: Mapping[str, Any]) -> dict[str, object]:
     """Name figures by words, with their units, one by one; leave out those that are 0 or unknown."""
     figures: dict[str, object] = {}
     for name, value in values.items():
         label = _WORDS.get(name, name.replace("_", " "))
         if isinstance(value, Mapping):
-            figures |= {f"{label}: {key}": figure for key, figure in _in_words(value).items()}
+            figures |= {f"{label}: {key}": figure for key, figure in in_words(value).items()}
         elif name.startswith("peak_memory") and not isinstance(value, str):
             sizes = value if isinstance(value, list) else [value]
             figures[label] = ", ".join(f"{size / 2**30:,.2f} GiB" for size in sizes)
-        elif name in ("mfu", "hfu") and value:
-            figures[label] = f"{value:.1%}"
         elif value:
-            figures[label] = shortened(value) if isinstance(value, int) else value
+            figures[label] = _as_text(name, value)
     return figures
+
+
+def _as_text(name: str, value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.1%}" if name in ("mfu", "hfu") else f"{value:,.6g}"
+    return shortened(value) if isinstance(value, int) else value
 
 
 def _table(values: Mapping[str, object]) -> str:
@@ -373,9 +372,6 @@ def _table(values: Mapping[str, object]) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-        return f'<td class="number">{shown}</td>'
     return f"<td>{_text(value if isinstance(value, str) else json.dumps(value))}</td>"
 
 

@@ -74,8 +74,7 @@ def _values_to_repeat(options: TrainOptions) -> dict[str, Any]:
 
 def settings_of(options: TrainOptions) -> str:
     """Return a config file that repeats the run, without the defaults."""
-    of_demo = DEFAULTS[options.model.model_name] if options.is_demo else {}
-    asked = {"model_name", "dataset", *options.given, *of_demo}
+    asked = {"model_name", "dataset", *options.given}
     left_out = {*_OF_ONE_RUN, *_OF_ONE_PERSON, *_FOR_THE_COMMAND_LINE}
     return "".join(
         f"{line_of(name, value)}\n"

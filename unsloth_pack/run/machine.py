@@ -23,6 +23,12 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
 
 
+def device_names() -> str:
+    """The devices of all processes that train together."""
+    count = count_processes()
+    return device_name() if count == 1 else f"{count} x {device_name()}"
+
+
 def versions() -> dict[str, str]:
     """The versions of this package and of those that a run's numbers depend on."""
     import peft
