@@ -140,9 +140,8 @@ def _print_completion(arguments: list[str]) -> None:
         import shtab
     except ImportError:
         raise InputError("--print-completion needs shtab; pip install shtab") from None
-    whole, *others = [
-        import_module(f"unsloth_pack.cli.{name}").build_parser() for name in ("train", *SUBCOMMANDS)
-    ]
+    modules = [import_module(f"unsloth_pack.cli.{name}") for name in ("train", *SUBCOMMANDS)]
+    whole, *others = [module.build_parser() for module in modules]
     for action in (action for parser in (whole, *others) for action in parser.actions):
         words = action.metavar.split("|") if isinstance(action.metavar, str) else []
         if len(words) > 1:

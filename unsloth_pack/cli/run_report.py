@@ -53,7 +53,7 @@ from unsloth_pack.report.trackers import begin_trackers
 from unsloth_pack.run.card import write_cards
 from unsloth_pack.run.data import PreparedRows, TrainingData
 from unsloth_pack.run.images import ImagePreparation
-from unsloth_pack.run.machine import device_names, is_main_process
+from unsloth_pack.run.machine import device_name, is_main_process
 from unsloth_pack.training.nonfinite import NonFinite
 from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 from unsloth_pack.training.trainer import RunTrainer
@@ -157,7 +157,7 @@ class RunReport:
         counts = shortened(trained), shortened(everything)
         shape = f"{report.model_type}, {report.n_layers} layers"
         lines = [
-            ("model", f"{self.options.model.model_name} ({shape}), {dtype} on {device_names()}"),
+            ("model", f"{self.options.model.model_name} ({shape}), {dtype} on {device_name()}"),
             ("trained", f"{counts[0]} of {counts[1]} parameters ({trained / everything:.2%})"),
             *_patch_lines(report, self.options.output.verbose),
             *self._data_lines(),

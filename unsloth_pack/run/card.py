@@ -14,7 +14,7 @@ from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.errors import printable
 from unsloth_pack.report.html import in_words
 from unsloth_pack.run.folder import settings_of
-from unsloth_pack.run.machine import device_names
+from unsloth_pack.run.machine import device_name
 from unsloth_pack.run.resolve import paths_of
 
 _MARK = "<!-- Written by a run of unsloth-pack -->"  # in a card that a later run may replace
@@ -79,7 +79,7 @@ def _text(options: TrainOptions, lines: Lines) -> str:
         "Results": _table(_results(lines).items()),
         "Settings": f"Those that are no defaults, as `config.yaml`:\n\n```yaml\n{settings_of(options)}```\n\n"
         f"Repeat the run with:\n\n```bash\n{start} --config config.yaml --output_dir FOLDER\n```\n",
-        "Versions": _table([*lines[0]["versions"].items(), ("device", device_names())]),
+        "Versions": _table([*lines[0]["versions"].items(), ("device", device_name())]),
     }
     body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     title, base = printable(options.output.folder.resolve().name), printable(options.model.model_name)

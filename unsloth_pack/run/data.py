@@ -187,8 +187,6 @@ def build_data(
         evaluation = builder.packed_rows(eval_packs)
     elif eval_loaded:
         evaluation = builder.evaluation_rows(eval_loaded)
-    if train.channels or (evaluation is not None and evaluation.channels):
-        config.remove_unused_columns = False  # that of the channels is none that TRL knows
     beside = saved_with_model(tokenizer.tokenizer, images, image_options, init_adapter)
     return TrainingData(train, evaluation, images, beside, labels)
 

@@ -17,16 +17,12 @@ def device_type() -> str:
 
 
 def device_name() -> str:
+    """Name the devices of all processes that train together."""
     import torch
 
-    is_gpu = torch.cuda.is_available()
-    return torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
-
-
-def device_names() -> str:
-    """The devices of all processes that train together."""
-    count = count_processes()
-    return device_name() if count == 1 else f"{count} x {device_name()}"
+    is_gpu, count = torch.cuda.is_available(), count_processes()
+    name = torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
+    return name if count == 1 else f"{count} x {name}"
 
 
 def versions() -> dict[str, str]:

@@ -120,6 +120,7 @@ class RunTrainer(SFTTrainer):
         rows: Any = self.train_dataset
         if self.rollouts is not None or channels or eval_channels or TEACHER_IDS in rows.column_names:
             self.data_collator = TokenColumnCollator(self.data_collator)
+            self.args.remove_unused_columns = False  # TRL knows none of these
         self.packed_sampler = None if row_stream else packed_sampler(rows, self.args, trained, image_rows)
         self.counts = TokenCounts(trained, self.args)
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
