@@ -187,9 +187,9 @@ Usage = namedtuple("Usage", "total used free")
         ([], "--to is None"),
         (["--to=hf", "--save_path=run"], "save_path 'run' is not empty"),
         (["--to=hf", "--quantize=q8_0"], "quantize is 'q8_0' with --to hf"),
-        ([*GGUF, "--quantize=q3"], "give one of q8_0, q6_k, q5_k_m, q4_k_m"),
-        (["--to=gguf", "--converter=none.py"], "converter is 'none.py', which is no file"),
-        (["--to=hf", "--prompts=none.txt"], "prompts 'none.txt' cannot be read"),
+        ([*GGUF, "--quantize=q3"], "quantize is 'q3'; it should be 'q8_0', 'q6_k', 'q5_k_m' or 'q4_k_m'"),
+        (["--to=gguf", "--converter=none.py"], "converter is 'none.py'"),
+        (["--to=hf", "--prompts=none.txt"], "none.txt: file not found"),
     ],
 )
 def test_bad_input_is_one_line(export, flags, said, tmp_path):

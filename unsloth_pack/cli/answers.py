@@ -1,38 +1,30 @@
 """A model that answers conversations, loaded and decoded alike for `generate` and `chat`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import BatchFeature, TextStreamer
 
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.checkpoints.loading import find_model, load_config
+from unsloth_pack.cli.generate import Conversation
 from unsloth_pack.data.encoding import TEMPLATE_REFUSALS
-from unsloth_pack.data.rows import Message
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.images.encoding import renders_strings
 from unsloth_pack.images.reading import parse_source, read_pixels
 from unsloth_pack.images.rows import MARK, with_parts
 from unsloth_pack.images.tokens import IMAGE_TOKENS
+from unsloth_pack.run.from_adapter import LOADED_IN
 from unsloth_pack.vision_api import FastVisionModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LOADING = {"dtype": "dtype", "load_in_4bit": "load_in_4bit", "seed": "random_state"}
+_LOADING = {name: name for name in ("dtype", *LOADED_IN)} | {"seed": "random_state"}
 _SAMPLING = ("temperature", "top_p", "top_k")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns that end before an answer."""
-
-    turns: list[Message]  # without a chat template they are joined as text
-    images: list[str]  # paths, one for each `<image>` in the turns
-    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
 
 class Streamer(TextStreamer):
@@ -77,7 +69,7 @@ class Answerer:
         loader: Any = FastLanguageModel if self._image_tokens is None else FastVisionModel
         model, self._processor = loader.from_pretrained(name, max_seq_length=1, **loading)  # packs no row
         if model.get_output_embeddings() is None:
-            raise InputError(f"{name} classifies texts and writes none; call it in Python")
+            raise InputError(f"{name} classifies texts and writes none; call it in Python, or merge it")
         self.model = FastLanguageModel.for_inference(model)
         self.tokenizer = own = getattr(self._processor, "tokenizer", self._processor)
         own.pad_token = own.pad_token or own.eos_token or own.convert_ids_to_tokens(0)
@@ -92,10 +84,15 @@ class Answerer:
 
     def answer(self, conversations: Sequence[Conversation], streamer: Streamer | None = None) -> list[str]:
         """Answer conversations together; a streamer takes one."""
-        inputs = self.encode(conversations).to(self.model.device)
-        ids = self.model.generate(**inputs, **self._options, streamer=streamer)
+        inputs = self.encode(conversations)
+        ids = self.generate(inputs, streamer)
         new = ids[:, inputs["input_ids"].shape[1] :]
         return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+    def generate(self, inputs: BatchFeature, streamer: Streamer | None = None) -> Tensor:
+        """Generate token ids `[n, tokens]`, those of the prompts and behind them those of the answers."""
+        ids: Tensor = self.model.generate(**inputs, **self._options, streamer=streamer)
+        return ids
 
     def encode(self, conversations: Sequence[Conversation]) -> BatchFeature:
         """Encode conversations: `input_ids` and `attention_mask` `[n, tokens]`, padded on the left.
@@ -106,7 +103,7 @@ class Answerer:
         images = [[self.read_image(file) for file in each.images] for each in conversations]
         beside: dict[str, Any] = {"images": images} if any(images) else {}
         try:
-            texts = [self._render(each) for each in conversations]
+            texts = [self.render(each) for each in conversations]
             begins = self._image_tokens is None or texts[0].startswith(self.tokenizer.bos_token or "")
             beside |= {"add_special_tokens": not (self.has_template and begins)}
             inputs: BatchFeature = self._processor(text=texts, padding=True, return_tensors="pt", **beside)
@@ -118,9 +115,10 @@ class Answerer:
         if (n_tokens := inputs["input_ids"].shape[1]) + self._new_tokens > n_positions:
             problem = f"the prompt has {n_tokens} tokens and --max_new_tokens is {self._new_tokens}"
             raise InputError(f"{problem}, but the model has {n_positions} positions; {self._too_long}")
-        return inputs
+        return inputs.to(self.model.device)
 
-    def _render(self, asked: Conversation) -> str:
+    def render(self, asked: Conversation) -> str:
+        """The text of a conversation, in the chat template if the tokenizer has one."""
         turns, n_images = [*asked.turns], len(asked.images)
         texts = [turn.get("content") or "" for turn in turns]
         if self._image_tokens is not None:

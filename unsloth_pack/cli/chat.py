@@ -13,14 +13,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from unsloth_pack.checkpoints.names import is_adapter
-from unsloth_pack.cli.generate import add_answers, read_with_answers
+from unsloth_pack.cli.generate import Conversation, add_answers, read_with_answers
 from unsloth_pack.config import Parser
 from unsloth_pack.data.rows import Message, with_system
 from unsloth_pack.errors import InputError, Terminated, printable
 from unsloth_pack.images.rows import MARK
 
 if TYPE_CHECKING:
-    from unsloth_pack.cli.answers import Answerer, Conversation
+    from unsloth_pack.cli.answers import Answerer
 
 _COMMANDS = "/reset, /save FILE, /image FILE"
 
@@ -110,7 +110,6 @@ class _Chat:
             self._ask(line)
 
     def _ask(self, text: str) -> None:
-        from unsloth_pack.cli.answers import Conversation
         from unsloth_pack.lora.base_model import base_model
 
         text = text if MARK in text else MARK * len(self._waiting) + text
@@ -133,7 +132,7 @@ class _Chat:
             self._turns = [*turns, {"role": "assistant", "content": answer}]
             self._images, self._waiting = asked.images, []
 
-    def _answer(self, asked: "Conversation", show: Callable[[str], None] | None = None) -> str:
+    def _answer(self, asked: Conversation, show: Callable[[str], None] | None = None) -> str:
         """Print an answer, or `show` it, until it ends or Ctrl-C stops it."""
         from unsloth_pack.cli.answers import Streamer
 

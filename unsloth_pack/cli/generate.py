@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +19,20 @@ from unsloth_pack.run.data_flags import check_sources
 from unsloth_pack.run.machine import check_writable
 
 if TYPE_CHECKING:
-    from unsloth_pack.cli.answers import Answerer, Conversation
+    from unsloth_pack.cli.answers import Answerer
 
 _TopP = Annotated[float, Field(gt=0, le=1)]
 _BATCH = 16
 _NEEDED = {"out": "prompts", "batch_size": "prompts", "top_p": "temperature", "top_k": "temperature"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns that end before an answer."""
+
+    turns: list[fields.Message]  # without a chat template they are joined as text
+    images: list[str] = field(default_factory=list)  # paths, one for each `<image>` in the turns
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -42,8 +52,8 @@ def run(arguments: Sequence[str]) -> int:
 
     quieten()
     rows = [*map(dict, load_rows(flags["prompts"]))] if "prompts" in flags else []
-    asked = [_parse(index, row, flags.get("image", [])) for index, row in enumerate(rows)]
-    from unsloth_pack.cli.answers import Answerer, Conversation, Streamer
+    asked = [parse_prompt(index, row, flags.get("image", ())) for index, row in enumerate(rows)]
+    from unsloth_pack.cli.answers import Answerer, Streamer
 
     answerer = Answerer(flags.get("model_name", "demo"), flags, "shorten it, or lower --max_new_tokens")
     if rows:
@@ -97,10 +107,8 @@ def read_with_answers(parser: Parser, arguments: Sequence[str]) -> dict[str, Any
     return flags
 
 
-def _parse(index: int, row: fields.Row, images: list[str]) -> "Conversation":
+def parse_prompt(index: int, row: fields.Row, images: Sequence[str] = ()) -> Conversation:
     """Return what to ask of a row, about its own images or these."""
-    from unsloth_pack.cli.answers import Conversation
-
     column = next((name for name in ("messages", "prompt") if row.get(name) is not None), "text")
     if isinstance(row.get(column), str):
         turns = [{"role": "user", "content": fields.string(index, row, column)}]
@@ -111,11 +119,11 @@ def _parse(index: int, row: fields.Row, images: list[str]) -> "Conversation":
     variables = fields.template_kwargs(index, row).get("chat_template_kwargs", {})
     if tools := fields.tools(index, row).get("tools"):
         variables = {"tools": json.loads(tools)} | variables
-    return Conversation(turns, row.get("images") or images, variables)
+    return Conversation(turns, row.get("images") or [*images], variables)
 
 
 def _write(
-    answerer: "Answerer", rows: Sequence[fields.Row], asked: "list[Conversation]", flags: Mapping[str, Any]
+    answerer: "Answerer", rows: Sequence[fields.Row], asked: list[Conversation], flags: Mapping[str, Any]
 ) -> None:
     """Write each row with its answer, a batch at a time; prompts about images are answered one by one."""
     for index, each in enumerate(asked):
