@@ -20,21 +20,13 @@ place, module, splits, *arguments = sys.argv[1:]
 sys.path.insert(0, place)
 sys.argv[1:] = arguments
 converter = importlib.import_module(module)
-model = sys.modules.get("conversion.base", converter).TextModel
-name_of = model.get_vocab_base_pre
-
-def get_vocab_base_pre(self, tokenizer):
-    try:
-        return name_of(self, tokenizer)
-    except NotImplementedError:
-        if not splits:
-            raise
-        return splits
-
-model.get_vocab_base_pre = get_vocab_base_pre
+if splits:
+    model = sys.modules.get("conversion.base", converter).TextModel
+    model.get_vocab_base_pre = lambda self, tokenizer: splits
 converter.main()
 """
-_MARKS = re.compile(r"(\{%-?\s*)(end)?generation(\s*-?%\})")  # of answers, which only transformers reads
+# Marks of answers, which only transformers reads
+_MARK, _END_MARK = re.compile(r"(\{%-?\s*)generation\b"), re.compile(r"(\{%-?\s*)endgeneration\b")
 _SPACED = """
 {%%- set text -%%}%s{%%- endset -%%}{%%- set marks = %s -%%}{%%- set spaced = namespace(text=text) -%%}
 {%%- for mark in marks -%%}
@@ -52,12 +44,12 @@ def find_converter(given: Path | None) -> Path:
     Raises:
         InputError: it is missing, or llama-cpp-python is.
     """
-    spec = importlib.util.find_spec(_CONVERTER)
-    path = given or (spec and spec.origin)
-    if path is None or importlib.util.find_spec("llama_cpp") is None:
-        missing = "llama-cpp-python" if path else f"{_CONVERTER}.py"
+    if given is None and (spec := importlib.util.find_spec(_CONVERTER)) is not None and spec.origin:
+        given = Path(spec.origin)
+    if given is None or importlib.util.find_spec("llama_cpp") is None:
+        missing = "llama-cpp-python" if given else f"{_CONVERTER}.py"
         raise InputError(f"{missing} is not installed; pip install 'unsloth-pack[gguf]'")
-    return Path(path).absolute()
+    return given.absolute()
 
 
 def convert(converter: Path, folder: Path, file: Path) -> None:
@@ -105,17 +97,12 @@ def llama_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
     if not isinstance(tokenizer.chat_template, str):
         return None
-    template = _MARKS.sub(
-        lambda mark: f"{mark[1]}{'endif' if mark[2] else 'if true'}{mark[3]}", tokenizer.chat_template
-    )
+    template = _MARK.sub(r"\1if true", _END_MARK.sub(r"\1endif", tokenizer.chat_template))
     if tokenizer.is_fast and "ByteLevel(add_prefix_space=True" in str(
         tokenizer.backend_tokenizer.pre_tokenizer
     ):
         return _SPACED % (template, json.dumps(tokenizer.all_special_tokens))
     return template
-
-
-_ROLES = ("system", "user", "assistant")
 
 
 def modelfile(tokenizer: PreTrainedTokenizerBase, file: str) -> str:
@@ -134,26 +121,26 @@ def modelfile(tokenizer: PreTrainedTokenizerBase, file: str) -> str:
         return text.removeprefix(bos) if bos and tokenizer("").input_ids else text  # llama.cpp adds it
 
     def split(*roles: str) -> list[str]:
-        return re.split("|".join(f"{role}-TEXT" for role in _ROLES), render(*roles))
+        return re.split("(?:system|user|assistant)-TEXT", render(*roles))
 
     talk = ("user", "assistant", "user")
     try:
         opening, after_user = split("user")
         _, before_answer, after_answer = split(*talk[:2])
-        _, _, before_user, _ = split(*talk)
-        before_user = before_user.removeprefix(after_answer)
+        before_user = split(*talk)[2].removeprefix(after_answer)
         before_system, after_system, _ = split("system", "user")
-        opening, asks = opening.removesuffix(before_user), render("user", ask=True)
-        pairs = [
-            (before_system, after_system.removesuffix(before_user)),
-            (before_user, after_user),
-            (before_answer.removeprefix(after_user), after_answer),
-        ]
-        around, asks = dict(zip(_ROLES, pairs, strict=True)), asks.removeprefix(render("user"))
+        around = {
+            "system": (before_system, after_system.removesuffix(before_user)),
+            "user": (before_user, after_user),
+            "assistant": (before_answer.removeprefix(after_user), after_answer),
+        }
+        opening, asks = (
+            opening.removesuffix(before_user),
+            render("user", ask=True).removeprefix(render("user")),
+        )
         for roles in (talk[:1], talk, ("system", *talk)):
             turns = [f"{around[role][0]}{role}-TEXT{around[role][1]}" for role in roles]
-            begin = "" if roles[0] == "system" else opening
-            if "".join([begin, *turns, asks]) != render(*roles, ask=True):
+            if "".join(["" if "system" in roles else opening, *turns, asks]) != render(*roles, ask=True):
                 raise ValueError
     except (ValueError, TemplateError) as error:
         why = "the chat template has no form in Ollama's language"

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,15 +24,11 @@ from unsloth_pack.run.from_adapter import LOADED_IN, held_by_run, options_of_run
 from unsloth_pack.run.machine import check_new_folder, check_space, device_type
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from unsloth_pack.checkpoints.saving import SaveMethod
-    from unsloth_pack.cli.answers import Answerer
     from unsloth_pack.verification.exported import TrainedAnswers
 
 TARGETS = ("gguf", "ollama", "vllm", "hf")
 _MOST_PROMPTS, _NEW_TOKENS, _LONGEST = 8, 32, 1024  # prompts, and tokens of an answer and of a prompt
-_REMEDY = "give --prompts FILE with shorter ones"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -61,23 +57,21 @@ def run(arguments: Sequence[str]) -> int:
     tokenizer, file = load_tokenizer(source), f"{Path(source).name}{f'-{kind}' if kind else ''}.gguf"
     modelfile = gguf.modelfile(tokenizer, file) if to == "ollama" else None
     prompts = _read_prompts(flags.get("prompts"), source, bool(tokenizer.chat_template))
-    answerer = _load_answerer(source, target, 2 if converter else 1)
-    trained, failure = _answer(answerer, prompts, gguf.llama_template(tokenizer)), None
+    trained = _answer(source, prompts, gguf.llama_template(tokenizer), target, 2 if converter else 1)
     with atomic_dir(target) as folder:
         try:
             if converter is None:
                 found = _export_folder(source, folder, trained, target if to == "vllm" else None)
             else:
                 found = _export_gguf(source, folder / file, converter, kind, trained)
-            if modelfile:
-                (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
         except RunStopped as error:
             if not (folder / file).is_file():
                 raise
-            (folder / file).rename(folder / f"{file}.failed")
-            failure = error
-    if failure is not None:
-        raise RunStopped(f"{failure}; see {target / file}.failed") from failure
+            target.mkdir(exist_ok=True)
+            failed = (folder / file).rename(target / f"{file}.failed")
+            raise RunStopped(f"{error}; see {failed}") from None
+        if modelfile:
+            (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
     print(printable(f"exported {source} to {target}: {found}"))
     return 0
 
@@ -133,52 +127,39 @@ def _prompt_of(row: Mapping[str, Any]) -> Conversation:
     return Conversation(turns, [], {"tools": tools, **(row.get("chat_template_kwargs") or {})})
 
 
-def _load_answerer(source: str, target: Path, copies: int) -> "Answerer":
-    """Load the trained model; refuse it if the disk of `target` has no room for its weights `copies` times."""
+def _answer(
+    source: str, prompts: Sequence[Conversation], template: str | None, target: Path, copies: int
+) -> "TrainedAnswers":
+    """Let the trained model answer prompts, if the disk of `target` holds its weights `copies` times."""
     import torch
 
     from unsloth_pack.checkpoints.merging import expected_weights
     from unsloth_pack.cli.answers import Answerer
     from unsloth_pack.modules import base_of
+    from unsloth_pack.verification.exported import Answer, TrainedAnswers
 
     loading = held_by_run(Path(source)) | (
         {"dtype": "float32"} if device_type() == "cpu" else {}
     )  # is faster
-    answerer = Answerer(source, {**loading, "max_new_tokens": _NEW_TOKENS}, _REMEDY)
+    answerer = Answerer(source, {**loading, "max_new_tokens": _NEW_TOKENS}, "shorten it")
     weights = expected_weights(base_of(answerer.model), torch.bfloat16).values()
     check_space(target, copies * sum(weight.nbytes for weight in weights))
-    return answerer
-
-
-def _answer(answerer: "Answerer", prompts: Sequence[Conversation], template: str | None) -> "TrainedAnswers":
-    """Let the trained model answer the first prompts that fit; `template` is that of the export."""
-    import torch
-
-    from unsloth_pack.verification.exported import ALLOWED, ALLOWED_IN_16_BITS, Answer, TrainedAnswers
-
-    allowed = ALLOWED if answerer.model.dtype == torch.float32 else ALLOWED_IN_16_BITS
-    answers, why = [], InputError(f"all prompts are longer than {_LONGEST} tokens; {_REMEDY}")
+    answers: list[Answer] = []
     for asked in prompts:
-        try:
+        with suppress(InputError), torch.no_grad():  # one that is too long
             inputs = answerer.encode([asked])
-        except InputError as error:
-            why = error
-            continue
-        n_prompt = inputs["input_ids"].shape[1]
-        if 0 < n_prompt <= _LONGEST and len(answers) < _MOST_PROMPTS:
-            ids = answerer.generate(inputs)
-            with torch.no_grad():
+            n_prompt = inputs["input_ids"].shape[1]
+            if 0 < n_prompt <= _LONGEST and len(answers) < _MOST_PROMPTS:
+                ids = answerer.generate(inputs)
                 logits = answerer.model(input_ids=ids).logits[0, n_prompt - 1 : -1].float().cpu().numpy()
-            text = answerer.render(replace(asked, variables={**asked.variables, "chat_template": template}))
-            answers.append(Answer(text, ids[0].tolist(), n_prompt, logits, allowed))
+                asked = replace(asked, variables={**asked.variables, "chat_template": template})
+                answers.append(Answer(answerer.render(asked), ids[0].tolist(), n_prompt, logits))
     if not answers:
-        raise why
-    return TrainedAnswers(answers, answerer.tokenizer)
+        raise InputError(f"no prompt fits into {_LONGEST} tokens; give --prompts FILE with shorter ones")
+    return TrainedAnswers(answers, answerer.tokenizer, answerer.model.dtype)
 
 
-def _save(
-    source: str, folder: Path, method: "SaveMethod" = "merged_16bit", template: str | None = None
-) -> None:
+def _save(source: str, folder: Path, method: "SaveMethod", template: str | None = None) -> None:
     """Save the model as `save_pretrained_merged` does, perhaps with another chat template."""
     from unsloth_pack.checkpoints.saving import save_pretrained_merged
 
@@ -192,32 +173,18 @@ def _export_folder(source: str, folder: Path, trained: "TrainedAnswers", served:
 
     An adapter on experts is merged, since transformers does not read it as vLLM does.
     """
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     from unsloth_pack.checkpoints.loading import find_model
 
-    command, config = f"; vllm serve {served}" if served else "", {}
+    config: dict[str, Any] = {}
     if served and is_adapter(source) and not any(map(held_by_run(Path(source)).get, LOADED_IN)):
         config = json.loads(Path(source, ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if not config or why_not_served(config) or config.get("target_parameters"):
-        _save(source, folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    else:
-        _save(source, folder, "lora_vllm")
-        base, rank = find_model(source)[0], note_on_rank(config)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = PeftModel.from_pretrained(model, str(folder))
-        command = f"; vllm serve {base} --enable-lora --lora-modules NAME={served}"
-        command += f"; {rank}" if rank else ""
-
-    @torch.no_grad()
-    def logits_of(ids: list[int]) -> "np.ndarray":
-        logits: np.ndarray = model(input_ids=torch.tensor([ids])).logits[0].numpy()
-        return logits
-
-    return f"{trained.check_logits(logits_of)}{command}"
+        _save(source, folder, "merged_16bit")
+        return trained.check_folder(folder) + (f"; vllm serve {served}" if served else "")
+    _save(source, folder, "lora_vllm")
+    base, rank = find_model(source)[0], note_on_rank(config)
+    command = f"; vllm serve {base} --enable-lora --lora-modules NAME={served}"
+    return f"{trained.check_folder(base, folder)}{command}{f'; {rank}' if rank else ''}"
 
 
 def _export_gguf(
@@ -227,30 +194,12 @@ def _export_gguf(
     from unsloth_pack.checkpoints import gguf
 
     whole, merged = file.with_name("in-16-bits.gguf") if kind else file, file.with_name("merged")
-    _save(source, merged, template=gguf.llama_template(trained.tokenizer))
+    _save(source, merged, "merged_16bit", gguf.llama_template(trained.tokenizer))
     gguf.convert(converter, merged, whole)
     shutil.rmtree(merged)
-    found = _compare_file(whole, trained)
+    found = trained.check_file(whole)
     if kind:
         gguf.quantize(whole, file, kind)
         whole.unlink()
-        found += f"; in {kind} {_compare_file(file, trained, is_quantised=True)}"
+        found += f"; in {kind} {trained.check_file(file, is_quantised=True)}"
     return found
-
-
-def _compare_file(file: Path, trained: "TrainedAnswers", is_quantised: bool = False) -> str:
-    from llama_cpp import Llama
-
-    room = max(len(answer.ids) for answer in trained.answers)
-    llama: Any = Llama(str(file), n_ctx=room, n_batch=room, n_gpu_layers=0, logits_all=True, verbose=False)
-    adds_special = not trained.tokenizer.chat_template
-
-    def logits_of(ids: list[int]) -> "np.ndarray":
-        llama.reset()
-        llama.eval(ids)
-        logits: np.ndarray = llama.scores[: len(ids)]
-        return logits
-
-    with closing(llama):
-        trained.check_tokens(lambda text: llama.tokenize(text.encode(), add_bos=adds_special, special=True))
-        return trained.check_logits(logits_of, is_quantised)
