@@ -115,20 +115,15 @@ class _Chat:
         text = text if MARK in text else MARK * len(self._waiting) + text
         turns = [*self._turns, {"role": "user", "content": text}]
         asked = Conversation(turns, [*self._images, *self._waiting])
-        answers: list[str] = []
         if self._compares:
             with Live(auto_refresh=False, transient=True) as live:
-
-                def show(text: str) -> None:
-                    live.update(_table([*answers, text]), refresh=True)
-
                 with base_model(self._answerer.model):
-                    answers.append(self._answer(asked, show))
-                answers.append(self._answer(asked, show))
-            Console().print(_table(answers))
+                    base = self._answer(asked, lambda text: live.update(_table(text), refresh=True))
+                answer = self._answer(asked, lambda text: live.update(_table(base, text), refresh=True))
+            Console().print(_table(base, answer))
         else:
-            answers.append(self._answer(asked))
-        if answer := answers[-1]:
+            answer = self._answer(asked)
+        if answer:
             self._turns = [*turns, {"role": "assistant", "content": answer}]
             self._images, self._waiting = asked.images, []
 
@@ -158,8 +153,7 @@ class _Chat:
             raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); give another") from None
 
 
-def _table(answers: Sequence[str]) -> Table:
-    heads = (Column(head, ratio=1) for head in ("without the adapter", "with it"))
-    table = Table(*heads, expand=True)
+def _table(*answers: str) -> Table:
+    table = Table(*(Column(head, ratio=1) for head in ("without the adapter", "with it")), expand=True)
     table.add_row(*map(Text, answers))
     return table
