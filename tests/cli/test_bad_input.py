@@ -70,7 +70,7 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
         (
             ["trian"],
             "unknown subcommand 'trian'",
-            "one of train, stats, pack, teach, verify, bench, generate, chat, merge, doctor",
+            "one of train, stats, pack, teach, verify, bench, generate, chat, merge, export",
         ),
         (["run.yaml"], "unknown subcommand 'run.yaml'", "or --config run.yaml"),
         (["--cutoff-len=512"], "unknown argument '--cutoff-len'", "did you mean --max_seq_length?"),

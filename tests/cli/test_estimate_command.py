@@ -95,7 +95,8 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
 
 def test_auto_takes_as_many_rows_of_an_update_as_surely_fit(config_only, on_gpu, capsys):
     flags = ["--model_name", config_only, "--max_seq_length", "256", "--packing", "--max_steps", "10"]
-    four = estimated(capsys, *flags, "--per_device_train_batch_size", "4", "--gpu", "h100")
+    an_update = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
+    four = estimated(capsys, *flags, *an_update, "--gpu", "h100")
     for more, rows in ((1, 4), (-1, 2)):  # MiB beside what four rows need, a tenth of the estimate included
         on_gpu((1.1 * four["bytes"]["peak"] + CONTEXT + more * 2**20) / GIB)
         auto = ["--per_device_train_batch_size", "auto", "--effective_batch_size", "4"]
