@@ -4,14 +4,15 @@ import io
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from test_exports import answers
 from test_real_model import CAPITALS, N_TRAINED, question, row, smollm  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import unsloth_pack
 from unsloth_pack.cli import main
-from unsloth_pack.demo import TRAIN_FILE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ASKED = "Sort the words.\nwords: kiwi bee van"
@@ -43,7 +44,8 @@ def spend(tmp_path, monkeypatch, capsys):
 
 
 def demo_rows():
-    return [json.loads(line) for line in TRAIN_FILE.read_text().splitlines()[:200]]
+    file = Path(unsloth_pack.__file__).parent / "demo" / "data" / "train.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()[:200]]
 
 
 def test_on_the_demo(spend):

@@ -64,7 +64,15 @@ def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
 
 def test_what_is_free_on_resume():
     """Written down a second time: whoever frees an option says here that it changes no update."""
-    of_reports = {"config", "dry_run", "resume", "output_dir", "logging_steps", "report_to", "push_to_hub"}
+    of_reports = {
+        "config",
+        "dry_run",
+        "resume",
+        "output_dir",
+        "logging_steps",
+        "report_to",
+        "push_to_hub",
+    } | {"verbose"}
     of_saving = {"save_model", "save_method", "save_path", "save_steps", "save_delay_steps"}
     of_machines = {"attn_backend", "use_gradient_checkpointing", "num_proc", "dataloader_num_workers"}
     assert of_reports | of_saving | of_machines | {"no_probe", "on_nonfinite"} == FREE_ON_RESUME

@@ -49,7 +49,7 @@ from unsloth_pack.report.terminal import (
     print_summary,
     shortened,
 )
-from unsloth_pack.report.trackers import begin_trackers
+from unsloth_pack.report.trackers import Add, begin_trackers
 from unsloth_pack.run.card import write_cards
 from unsloth_pack.run.data import PreparedRows, TrainingData
 from unsloth_pack.run.images import ImagePreparation
@@ -105,6 +105,7 @@ class RunReport:
         self._stream = rows if isinstance(rows, RowStream) else None
         self._lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         self._fill = self._fill_of_rows()
+        self._trackers: list[Add] = []  # once training begins
         self.trainer.nonfinite_updates.report = self._report_nonfinite
         self.trainer.add_callback(ProgressCallback(self.console, self._begin))
 
