@@ -138,10 +138,10 @@ def _answer(
     from unsloth_pack.modules import base_of
     from unsloth_pack.verification.exported import Answer, TrainedAnswers
 
-    loading = held_by_run(Path(source)) | (
-        {"dtype": "float32"} if device_type() == "cpu" else {}
-    )  # is faster
-    answerer = Answerer(source, {**loading, "max_new_tokens": _NEW_TOKENS}, "shorten it")
+    loading = {**held_by_run(Path(source)), "max_new_tokens": _NEW_TOKENS}
+    if device_type() == "cpu":
+        loading["dtype"] = "float32"  # is faster
+    answerer = Answerer(source, loading, "shorten it")
     weights = expected_weights(base_of(answerer.model), torch.bfloat16).values()
     check_space(target, copies * sum(weight.nbytes for weight in weights))
     answers: list[Answer] = []
