@@ -51,7 +51,7 @@ def merged_by_command(adapters, model_bytes):
         for adapter in adapters:
             with own_memory() as seen:
                 assert main(["merge", f"--model_name={adapter}", f"--save_path={adapter}-merged"]) == 0
-    assert max(seen) - seen[0] < 0.4 * model_bytes
+    assert max(seen) - seen[0] < 0.5 * model_bytes  # 0.30 as a rule, at times 0.1 more
 
 
 def test_a_merge_leaves_the_base_in_its_files(tmp_path):
