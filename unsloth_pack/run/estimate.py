@@ -106,12 +106,13 @@ def with_rows_that_fit(o: TrainOptions, gpu: Gpu | None) -> TrainOptions:
     if o.training.per_device_train_batch_size != "auto":
         return o
     an_update = o.training.gradient_accumulation_steps  # of one row each until here
-    for rows in range(1 if gpu is None else an_update, 0, -1):
-        steps, left = divmod(an_update, rows)
-        step = changed(o, {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps})
-        if left == 0 and (rows == 1 or estimate_run(step, gpu).fits_surely):
-            return step
-    raise AssertionError("a single row is always taken")
+    for rows in range(an_update if gpu else 1, 1, -1):
+        if an_update % rows == 0:
+            values = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": an_update // rows}
+            step = changed(o, values)
+            if estimate_run(step, gpu).fits_surely:
+                return step
+    return changed(o, {"per_device_train_batch_size": 1})
 
 
 def _build_on_meta(o: TrainOptions, dtype: torch.dtype) -> Any:
