@@ -124,7 +124,10 @@ def test_a_folder_that_answers_otherwise_is_refused_and_removed(export, tmp_path
     from unsloth_pack.checkpoints import saving
 
     real = saving.merged_weights
-    halved = lambda *given: ((n, w / 2 if "down_proj" in n else w) for n, w in real(*given))  # noqa: E731
+
+    def halved(*arguments):
+        return ((name, w / 2 if "down_proj" in name else w) for name, w in real(*arguments))
+
     monkeypatch.setattr(saving, "merged_weights", halved)
     code, line = export("--to=hf")
     assert code == 1
