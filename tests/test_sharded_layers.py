@@ -3,6 +3,8 @@
 The grid has every architecture (`test_grid.py`); adapters of other layers than its own are here.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from mxfp4_folder import save_in_mxfp4
 from own_memory import own_memory
 from tiny import MIXED_LENGTHS, random_documents
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from warm import in_two_processes
 
@@ -52,6 +55,15 @@ def step(model):
     return gradients | {"loss": loss.detach()}
 
 
+FSDP_INIT = FSDPParam._init_sharded_param
+
+
+def init_as_torch_2_11(self, param, *args, **kwargs):
+    nn.Parameter(param.detach())  # it asks for gradients first
+    FSDP_INIT(self, param, *args, **kwargs)
+
+
+@patch.object(FSDPParam, "_init_sharded_param", init_as_torch_2_11)
 def same(rank, folders, cases):
     torch.set_num_threads(1)
     for folder, (_, arguments, adapter) in zip(folders, cases, strict=True):

@@ -133,7 +133,7 @@ def gather_layers(model: Any) -> None:
             if isinstance(weight, DTensor)
         ]
         for module, name, weight in cut:
-            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            empty = torch.empty(weight.shape, device="meta")  # torch 2.11 refuses integers here
             module._parameters[name] = nn.Parameter(empty, requires_grad=False)
         whole = {weight for weight in layer.parameters() if not weight.is_meta}
         fully_shard(layer, mesh=mesh, ignored_params=whole)
