@@ -731,7 +731,7 @@ def test_a_teacher_runs_between_replays(adapter):
 @gpu
 @pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("arch", CAPTURED)
-def test_captured_steps_are_uncaptured_steps(arch, adapter):
+def test_captured_steps_are_uncaptured_steps(arch, adapter, held_up):
     models = pair(arch, adapter)
     capture(models)
     for step in range(4, 10):
