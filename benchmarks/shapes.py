@@ -74,7 +74,6 @@ class Shape:
 SHAPES = {
     "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 2**20, True, 1e6, tokens=2048),
     "llama8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 2**20, False, 5e5, tokens=8192),
-    "llama70b": Shape("llama", 128256, 8192, 28672, 80, 64, 8, 2**20, False, 5e5, tokens=4096),
     "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 2**20, True, 1e4, tokens=512),
     "tiny-lfm2": Shape(
         "lfm2",
@@ -202,10 +201,30 @@ _OSS = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "slid
 IN_MXFP4 = {  # written as published: experts in MXFP4
     "gpt-oss-20b": Shape("gpt_oss", 201088, 2880, 2880, 24, 64, 8, 131072, False, 15e4, 4096, _OSS),
 }
-EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS | IN_MXFP4
+_A3B = {"moe_intermediate_size": 768, "num_experts": 128, "norm_topk_prob": True}
+LARGE = {  # written weight by weight: few machines hold them twice
+    "llama70b": Shape("llama", 128256, 8192, 28672, 80, 64, 8, 2**20, False, 5e5, tokens=4096),
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe",
+        151936,
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        40960,
+        False,
+        1e6,
+        4096,
+        {"head_dim": 128} | _A3B | _NORM6,
+    ),
+    "qwen3-32b": Shape(
+        "qwen3", 151936, 5120, 25600, 64, 64, 8, 40960, False, 1e6, 4096, {"head_dim": 128} | _NORM6
+    ),
+}
+EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS | LARGE | IN_MXFP4
 
 
-WRITTEN_BY_WEIGHT = ("llama70b", *IN_MXFP4)  # shapes that no GPU holds in 16 bits, or that are packed
 _WRITERS = 12  # processes that write their files
 
 
@@ -227,7 +246,7 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
         return str(folder)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_large = name in WRITTEN_BY_WEIGHT
+    is_large = name in LARGE | IN_MXFP4
     with torch.device("meta" if is_large else device):
         model = AutoModelForCausalLM.from_config(shape.config(**overrides), dtype=torch.bfloat16)
     if is_large:
