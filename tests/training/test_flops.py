@@ -2,21 +2,25 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from late_metrics_runs import run_trainer
 from peft import LoraConfig, get_peft_model
 from tables import table
 from tiny import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from unsloth_pack import patch_model
+from unsloth_pack.cuda_graphs.capture_decision import DeviceTimer
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.packed_row.padded_batch import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.patching import deferred_logging
 from unsloth_pack.training.chips import Chips, peak_flops
 from unsloth_pack.training.flops import ModelFlops, count_keys
 from unsloth_pack.training.updates import TokenCounts
@@ -220,3 +224,26 @@ def test_shares_of_the_peak():
     assert rates == {"tflops": 3.0, "mfu": pytest.approx(0.3), "hfu": pytest.approx(0.5)}
     assert Chips(2, None).utilisation(12e12, 20e12, 2.0) == {"tflops": 3.0}
     assert Chips(1, 10e12).utilisation(12e12, 0, 2.0) == {"tflops": 6.0, "mfu": pytest.approx(0.6)}
+
+
+class Marks(TrainerCallback):
+    """A device that takes a second an update, and the FLOPs of all updates so far."""
+
+    def __init__(self):
+        self.trainer, self.flops = None, [0.0]
+
+    def on_step_end(self, *_, **__):
+        self.flops.append(float(self.trainer.counts.sums["model_flops"]))
+
+
+def test_a_log_line_takes_the_time_of_its_updates_on_the_device(tmp_path, monkeypatch):
+    """Those of updates that are saved are not written late."""
+    marks = Marks()
+    monkeypatch.setattr(DeviceTimer, "mark", lambda _: len(marks.flops))
+    monkeypatch.setattr(DeviceTimer, "between", lambda _, start, end: end - start)
+    monkeypatch.setattr(deferred_logging, "is_on_gpu", lambda _: True)
+    saved = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no", "logging_steps": 1}
+    marks.trainer = run_trainer(tmp_path, True, marks, **saved)
+    marks.trainer.train()
+    told = [line["tflops"] * 1e12 for line in marks.trainer.state.log_history if "loss" in line]
+    assert told == pytest.approx([after - before for before, after in pairwise(marks.flops)])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
+from unsloth_pack.cuda_graphs.capture_decision import DeviceTimer
 from unsloth_pack.kernels.launch import HostCopy
 from unsloth_pack.memory.advice import MemoryUse
 from unsloth_pack.modules import whole
@@ -63,7 +64,8 @@ class TokenCounts:
         self._seconds = 0.0  # until training was started last
         self._started: float | None = None
         self.sums: dict[str, Count] = dict.fromkeys(_SUMS, 0)  # of `trained`
-        self._line = 0.0, 0.0, 0.0  # model FLOPs, hardware FLOPs and seconds until the last log line
+        self._timer = DeviceTimer(args.device)
+        self._line: tuple[float, float, Any] = 0.0, 0.0, None  # FLOPs until the last log line, and its mark
         self.broken_images = 0  # that this process has met
 
     @property
@@ -76,16 +78,21 @@ class TokenCounts:
         """Return the seconds of `trained`."""
         return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
 
-    def utilisation(self, model_flops: float, hardware_flops: float) -> dict[str, float]:
-        """Return that of the chips since the last call, from the FLOPs of all updates until now."""
-        now = model_flops, hardware_flops, self.seconds
-        before, self._line = self._line, now
-        return self.chips.utilisation(*(x - y for x, y in zip(now, before, strict=True)))
+    def mark(self) -> Any:
+        """Mark the end of the updates launched so far, for `utilisation`."""
+        return self._timer.mark()
+
+    def utilisation(self, model_flops: float, hardware_flops: float, end: Any) -> dict[str, float]:
+        """Return that of the chips since the last call, from the FLOPs of updates before a passed mark."""
+        (model_before, hardware_before, start), self._line = self._line, (model_flops, hardware_flops, end)
+        seconds = self._timer.between(start, end)
+        return self.chips.utilisation(model_flops - model_before, hardware_flops - hardware_before, seconds)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count the time inside this context."""
         started = self._started = time.monotonic()
+        self._line = *self._line[:2], self.mark()
         try:
             yield
         finally:
@@ -136,7 +143,8 @@ class TokenCounts:
         counts = json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8"))
         self._seconds = float(counts.pop("seconds"))
         self.sums |= counts  # that of an earlier version has no FLOPs
-        self._line = float(self.sums["model_flops"]), float(self.sums["hardware_flops"]), self._seconds
+        flops = float(self.sums["model_flops"]), float(self.sums["hardware_flops"])
+        self._line = *flops, self._line[-1]
 
 
 class MemoryWatch:
@@ -267,6 +275,7 @@ class RunLine(LogLine):
         self._finite = HostCopy(finite)
         names = ("tokens", "model_flops", "hardware_flops")
         self._sums = {name: copy_number(trainer.counts.sums[name]) for name in names}
+        self._end = trainer.counts.mark()
         self.left_out: list[int] = []  # once it is read
 
     def read(self, trainer: Any) -> dict[str, float]:
@@ -276,7 +285,7 @@ class RunLine(LogLine):
         if metrics:  # TRL does not count rows that come again so that all ranks have some
             metrics["num_tokens"] = [int(self._sums["tokens"].read())]
         _, model_flops, hardware_flops = (float(copied.read()) for copied in self._sums.values())
-        logs |= trainer.counts.utilisation(model_flops, hardware_flops)
+        logs |= trainer.counts.utilisation(model_flops, hardware_flops, self._end)
         return logs | ({"loss": math.nan} if self.left_out else {})
 
 
