@@ -24,6 +24,7 @@ from unsloth_pack.lora.expert_stacks import (
     mxfp4_stack,
     quantise_experts,
 )
+from unsloth_pack.lora.quantised import count_weights
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
 kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8", "mxfp4"])
@@ -53,6 +54,15 @@ def exact(model):
             if is_experts(child):
                 setattr(parent, name, dequantised_copy(child, torch.float32))
     return model
+
+
+@kinds
+def test_packed_weights_count_each(kind):
+    model = quantised(kind)
+    assert count_weights(model) == (0, sum(p.numel() for p in dense(kind).parameters()))
+    adapter = adapted(model, None)
+    n_trained, _ = adapter.get_nb_trainable_parameters()
+    assert count_weights(adapter)[0] == n_trained > 0
 
 
 def with_factors(model):

@@ -15,10 +15,12 @@ from tiny import MIXED_LENGTHS, random_documents
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 from warm import in_two_processes
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.errors import InputError
+from unsloth_pack.lora.quantised import count_weights
 
 SAVED = {"modules_to_save": ["input_layernorm", "o_proj"], "target_modules": ["qkv_proj"]}
 CASES = [  # an architecture, and arguments of loading and of the adapter
@@ -72,6 +74,9 @@ def same(rank, folders, cases):
         assert all(isinstance(weight, DTensor) == (weight.dim() > 1) for weight in layers.parameters())
         expected = dict(whole.named_parameters())
         assert expected.keys() == dict(cut.named_parameters()).keys()
+        plain = type(whole.config).from_pretrained(folder)
+        n_weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(plain).parameters())
+        assert count_weights(whole)[1] == count_weights(cut)[1] == n_weights
         for name, weight in cut.named_parameters():
             assert torch.equal(as_whole(weight), as_whole(expected[name])), (folder, name)
         adapted = [FastLanguageModel.get_peft_model(model, r=4, **adapter) for model in (whole, cut)]

@@ -24,6 +24,7 @@ from unsloth_pack.data.mixture import Part
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
+from unsloth_pack.lora.quantised import count_weights
 from unsloth_pack.modules import base_of
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.report import PatchReport
@@ -150,10 +151,7 @@ class RunReport:
         model: Any = trainer.model
         patch, sampler, ledger = patch_of(model), trainer.packed_sampler, data.train.ledger
         assert patch is not None
-        if isinstance(model, PeftModel):
-            trained, everything = model.get_nb_trainable_parameters()
-        else:
-            trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
+        trained, everything = count_weights(model)
         report, dtype = patch.report, str(self.dtype).removeprefix("torch.")
         counts = shortened(trained), shortened(everything)
         shape = f"{report.model_type}, {report.n_layers} layers"
@@ -192,8 +190,8 @@ class RunReport:
         if is_packed and per_step > 1 and self.options.output.verbose:
             packing.append(("micro-batch", f"{per_step} packed rows, flattened into one"))
         if fill is not None:
-            rows_of_update = min(per_update, fill.rows)  # an epoch ends with a shorter update
-            update = f"{rows_of_update} rows, {rows_of_update * fill.documents_per_row:.1f} documents"
+            n_rows = min(per_update, fill.rows)  # an epoch ends with a shorter update
+            update = f"{n_rows} row{'s' * (n_rows > 1)}, {n_rows * fill.documents_per_row:.1f} documents"
             update += f" ({min(per_update, fill.documents)} without packing)" if is_packed else ""
             lines = [*ledger_lines(train.ledger, self._part_lines()), ("rows", fill_line(fill))]
             return [*lines, *packing, ("update", update)]

@@ -21,7 +21,7 @@ from unsloth_pack.kernels import (
     quantize_rows,
 )
 from unsloth_pack.kernels.launch import apply, once_differentiable
-from unsloth_pack.lora.expert_stacks import quantise_experts
+from unsloth_pack.lora.expert_stacks import STACKS, get_stored_stack, is_quantised, quantise_experts
 
 if is_bitsandbytes_available():
     from bitsandbytes import functional
@@ -88,6 +88,19 @@ def prevent_cpu_packing(model: nn.Module) -> None:
         n_out, n_in = layer.out_features, layer.in_features
         if n_out % _PACKED_OUTPUTS or n_in % layer.weight.blocksize:
             layer.support_avx512bf16_for_cpu = False
+
+
+def count_weights(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers of a model's trained weights and of all; several packed into a byte count each."""
+    sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}  # ZeRO-3 empties them
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        if is_linear_4bit(module):
+            sizes[module.weight] = module.in_features * module.out_features
+        for name in STACKS if is_quantised(module) else ():
+            stack: Any = get_stored_stack(module, name)
+            sizes[stack.values] = stack.shape.numel()
+    return sum(n for p, n in sizes.items() if p.requires_grad), sum(sizes.values())
 
 
 class Fp8Linear(nn.Linear):
