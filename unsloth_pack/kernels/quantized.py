@@ -26,7 +26,6 @@ from unsloth_pack.kernels import reference
 from unsloth_pack.kernels.arguments import NestedScales
 from unsloth_pack.kernels.launch import (
     FUSED_DTYPES,
-    PER_THREAD,
     as_rows,
     floor_power_of_2,
     jit,
@@ -35,9 +34,11 @@ from unsloth_pack.kernels.launch import (
     triton,
 )
 
-_ELEMENTS = 4096  # of a program that dequantises
+_ELEMENTS = 4096  # of a program that dequantises eight bits
+_FOUR_BIT_ELEMENTS, _FOUR_BIT_WARPS = 2048, 2  # of one that dequantises four
 _MAX_COLUMNS = 512  # of a program that dequantises
 _TILE = 64  # rows and columns of a program that transposes
+_HELD = 64  # elements that a thread holds while a program quantises a row
 _MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
 
 
@@ -82,7 +83,7 @@ def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None)
     values = parts[0].new_empty((N, sum(widths)), dtype=torch.float8_e4m3fn)
     scale = parts[0].new_empty((N, 1), dtype=torch.float32)
     blocks = tuple(map(triton.next_power_of_2, widths))
-    num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) // (32 * PER_THREAD)))
+    num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) * len(parts) // (32 * _HELD)))
     columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
     _quantize_kernel[(N,)](
         rows, strides, widths, columns, values, scale, sum(widths), blocks, num_warps=num_warps
@@ -220,11 +221,11 @@ def dequantize_4bit(
     if not takes_fused_path(code, code):
         return reference.dequantize_4bit(packed, code, scales, block, dtype, lower_first)
     out = torch.empty(n * block, dtype=dtype, device=packed.device)
-    blocks = max(1, _ELEMENTS // block)
+    blocks = max(1, _FOUR_BIT_ELEMENTS // block)
     parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
     _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
         *(packed, code, *parts, out, n, blocks, block // 2, lower_first),
-        num_warps=4,
+        num_warps=_FOUR_BIT_WARPS,
         enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
     )
     return out
