@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unsloth_pack.kernels.head import max_chunk_rows
 from unsloth_pack.layers.layer import GateAndUpPlan
@@ -34,6 +34,7 @@ _MOMENTS = {  # the first name that an optimizer's contains; others have two
     "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3,
 }  # fmt: skip
 _JOINED = 2  # times the gradients are there in an update, which joins them
+_GATHERED = 3  # layers that FSDP2 holds whole: one that computes, the next one, and where that arrives
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,28 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
     base = base_of(model)
     layers, embeddings = base.get_decoder().layers, base.get_input_embeddings()
     forms, in_layers = _map_forms(layers, step), {id(weight) for weight in layers.parameters()}
-    is_qlora = base is not model and step.weights in ("nf4", "int8")  # TRL trains its adapter in bfloat16
+    is_adapter = base is not model
+    is_qlora = is_adapter and step.weights in ("nf4", "int8")  # TRL trains its adapter in bfloat16
+
+    def stored(weight: Tensor) -> float:
+        form = None if weight.requires_grad else forms.get(id(weight))
+        return weight.numel() * (weight.element_size() if form is None else _QUANTISED[form])
+
     weights = trained = moments = gradients = 0.0
     for weight in model.parameters():
-        own = weight.numel() / (step.shards if id(weight) in in_layers else 1)
+        is_cut = id(weight) in in_layers and not (is_adapter and weight.requires_grad)
+        n_parts = step.shards if is_cut else 1
         if weight.requires_grad:
-            width = 2 if is_qlora else weight.element_size()
+            own, width = weight.numel() / n_parts, 2 if is_qlora else weight.element_size()
             trained += own * width
             moments += own * step.moment_bytes(width)
         else:
-            form = forms.get(id(weight))
-            weights += own * (weight.element_size() if form is None else _QUANTISED[form])
+            weights += stored(weight) / n_parts
     gradients = trained
     free = memory - CONTEXT - weights - trained - moments
     sizes = [LayerSizes.measure(layer, base.get_decoder().config) for layer in layers]
     moments_of_step = _Peaks(
-        step, sizes, base.get_output_embeddings() or embeddings, gradients, free, base is not model
+        step, sizes, base.get_output_embeddings() or embeddings, gradients, free, is_adapter
     )
     n_recomputed = 0 if step.checkpointing in (False, "auto") else len(layers)
     activations, peak = moments_of_step.find(n_recomputed)
@@ -109,6 +116,8 @@ def estimate_memory(model: Any, step: StepSettings, memory: float) -> MemoryEsti
         n_recomputed += 1
         activations, peak = moments_of_step.find(n_recomputed)
     peak += weights + trained + moments + (gradients if step.accumulates else 0)
+    if step.shards > 1:
+        peak += _GATHERED * max(sum(map(stored, layer.parameters())) for layer in layers)
     figures = weights, trained, moments, gradients, activations, moments_of_step.loss, peak
     return MemoryEstimate(*map(int, figures))
 
