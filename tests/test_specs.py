@@ -42,6 +42,23 @@ def padded_batch(documents):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.parametrize("arch", [arch for arch, spec in SPECS.items() if spec.norm == "rms"])
+def test_norms_under_a_wider_weight_return_the_dtype_that_transformers_returns(arch):
+    """In float16 some keep the weights of norms in float32."""
+    model = tiny_model(arch, device="cpu")
+    norms = [
+        m
+        for m in model.get_decoder().modules()
+        if type(m).__name__.lower().endswith("rmsnorm") and hasattr(m, "weight")
+    ]
+    dtypes = []
+    for _ in range(2):
+        dtypes.append([norm(torch.ones(1, 3, len(norm.weight)).half()).dtype for norm in norms])
+        patch_model(model)
+    assert dtypes[0] == dtypes[1]
+    assert dtypes[0]
+
+
 @pytest.mark.parametrize(("arch", "field"), DECLARED)
 def test_every_declared_difference_matters_in_the_tiny_configuration(arch, field, monkeypatch):
     """Without it the model is refused or fails, its answers to a packed row or a padded batch are far off, or

@@ -52,8 +52,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Returns:
         A fresh contiguous tensor of x's shape, computed in float32 and rounded once. The dtype is that of
         transformers: with offset 0 `promote_types(x.dtype, weight.dtype)` (llama's norm ends in
-        `weight * x_hat.to(x.dtype)`), otherwise x's (gemma's ends in `.type_as(x)`). Only Olmo 2 returns x's
-        dtype with offset 0; with a float32 weight the wider one is more exact.
+        `weight * x_hat.to(x.dtype)`), otherwise x's (gemma's ends in `.type_as(x)`). Norms that return x's
+        with offset 0 too are declared (`norm_keeps_dtype`).
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """

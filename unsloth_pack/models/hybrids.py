@@ -27,7 +27,7 @@ FALCON_H1 = ArchSpec(
 NEMOTRON_H = ArchSpec(
     "nemotron_h", mixers={"linear_attention": "mamba2", "mlp": "", "moe": ""},
     names={"norm": "norm_f", "rotary_emb": "", "self_attn": "mixer", "mamba": "mixer", "mlp": "mixer"},
-    projections=("in_proj",),
+    projections=("in_proj",), norm_keeps_dtype=True,
     refused_by_peft=("out_proj",),  # which mamba_ssm reads past an adapter
 )  # fmt: skip
 
@@ -44,5 +44,5 @@ LFM2_MOE = replace(LFM2, model_type="lfm2_moe", names={**LFM2.names, "rotary_emb
 
 OLMO_HYBRID = ArchSpec(
     "olmo_hybrid", mixers={"linear_attention": "gated_delta_net"}, projections=("a_proj", "b_proj", "g_proj"),
-    qk_norm="flat",
+    qk_norm="flat", norm_keeps_dtype=True,
 )  # fmt: skip

@@ -11,8 +11,8 @@ ERNIE4_5 = ArchSpec("ernie4_5", rotary="pairs")
 GRANITE = ArchSpec("granite", embedding_multiplier="embedding_multiplier", logit_divisor="logits_scaling")
 PHI3 = ArchSpec("phi3", names={"act_fn": "activation_fn"}, window="config", fused_qkv=True)
 
-OLMO2 = ArchSpec("olmo2", qk_norm="flat")
-OLMO3 = ArchSpec("olmo3", window="layer", qk_norm="flat", rotary_per_layer_type=True)
+OLMO2 = ArchSpec("olmo2", qk_norm="flat", norm_keeps_dtype=True)
+OLMO3 = replace(OLMO2, model_type="olmo3", window="layer", rotary_per_layer_type=True)
 OLMOE = ArchSpec("olmoe", qk_norm="flat", only={"clip_qkv": None})
 
 GLM4 = ArchSpec("glm4", names={"act_fn": "activation_fn"}, rotary="pairs")
@@ -21,7 +21,7 @@ GLM4_MOE_LITE = ArchSpec("glm4_moe_lite", attention="latent_attention", projecti
 DEEPSEEK_V3 = ArchSpec("deepseek_v3", attention="latent_attention", projections=LATENT_PROJECTIONS)
 YOUTU = ArchSpec("youtu", attention="latent_attention", projections=LATENT_PROJECTIONS)
 
-GPT_OSS = ArchSpec("gpt_oss", window="layer", angles="once", sinks=True)
+GPT_OSS = ArchSpec("gpt_oss", window="layer", angles="once", sinks=True, norm_keeps_dtype=True)
 HUNYUAN_V1_DENSE = ArchSpec(
     "hunyuan_v1_dense", names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"}, qk_norm="head",
     qk_norm_after_rope=True,
