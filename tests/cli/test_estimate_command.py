@@ -80,9 +80,9 @@ def test_a_run_is_refused_before_its_weights_are_loaded(config_only, on_gpu, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_warned_and_goes_on(on_gpu, tmp_path, capsys, caplog):
-    on_gpu(0.01)
-    assert main(["--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
+def test_a_run_is_warned_and_goes_on(train, on_gpu, capsys, caplog):
+    on_gpu(0.002)
+    assert train(max_steps=1) == 0
     assert "this run may not fit: it takes about" in caplog.text
     assert "of 0.0 GiB on Test at" in capsys.readouterr().out  # in the banner
 
