@@ -31,10 +31,7 @@ class Sharded(Text):
         if DEVICE == "cuda":
             raise NotApplicable("two ranks would share a GPU; they are measured on a CPU")
         if dtype != "nf4":
-            model = super().build(dtype)
-            if dtype == "float16" and model.get_base_model()._keep_in_fp32_modules:
-                raise NotApplicable("some weights are loaded in float32, with which only autocast runs")
-            return model
+            return super().build(dtype)
         model = super().build("bfloat16")
         quantised = _load(_saved(self.arch, self.window).name, dtype, "sdpa", False)
         copy_dequantised(quantised, model)
