@@ -55,17 +55,21 @@ def write_weights(
     A file is written once all of its weights have come, so that few are held at a time. `expected` are meta
     tensors of the same names, shapes and types. `about` goes into the header of the one file, or the index.
     """
+    from datasets.utils import tqdm
+
     plan = split_torch_state_dict_into_shards(
         dict(expected), filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
     )
     header = {"format": "pt", **({} if plan.is_sharded else about)}
     waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
-    for name, weight in weights:
-        file = plan.tensor_to_filename[name]
-        waiting[file][name] = weight.contiguous()
-        del weight
-        if len(waiting[file]) == len(plan.filename_to_tensors[file]):
-            save_file(waiting.pop(file), folder / file, header)
+    with tqdm(total=len(expected), desc="Saving", unit=" weights") as bar:
+        for name, weight in weights:
+            file = plan.tensor_to_filename[name]
+            waiting[file][name] = weight.contiguous()
+            del weight
+            if len(waiting[file]) == len(plan.filename_to_tensors[file]):
+                save_file(waiting.pop(file), folder / file, header)
+            bar.update()
     if plan.is_sharded:
         index = {"metadata": {**plan.metadata, **about}, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
