@@ -30,7 +30,7 @@ from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.patching.trainer_hooks import why_not_flat
 from unsloth_pack.report.callbacks import MetricsFile, ProgressCallback, line_of, peak_memory
-from unsloth_pack.report.html import ImageSeen, PackedRowSeen, draw_row, page_of, placed, plot_lengths, render
+from unsloth_pack.report.html import ImageSeen, PackedRowSeen, page_of, placed, plot_lengths, plot_row
 from unsloth_pack.report.metrics import read_lines
 from unsloth_pack.report.terminal import (
     Line,
@@ -264,7 +264,7 @@ class RunReport:
         with TemporaryDirectory() as aside:
             picture = Path(aside, "packed_row.png")
             if row is not None:
-                picture.write_bytes(render(draw_row(row), "png", dpi=130))
+                plot_row(row, picture)
             for add in self._trackers:
                 add(numbers, [path for path in paths if path.is_file()], [picture] if row else [])
 

@@ -229,7 +229,7 @@ def render(figure: Figure, file_format: str, *, salt: str = "", **options: Any) 
     return rendered.getvalue()
 
 
-# `loss.png` and `lengths.png`
+# Files with one figure
 
 
 def plot_loss(log_history: Log, path: Path) -> None:
@@ -242,6 +242,11 @@ def plot_loss(log_history: Log, path: Path) -> None:
 def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
     """Draw a histogram of document lengths, see `draw_lengths`."""
     _save(draw_lengths(lengths, max_length, 7, 4), path)
+
+
+def plot_row(row: PackedRowSeen, path: Path) -> None:
+    """Draw a packed row, see `draw_row`."""
+    _save(draw_row(row), path)
 
 
 def _save(figure: Figure, path: Path) -> None:
