@@ -235,7 +235,7 @@ def note_updates(notes: Path) -> None:
     """Let the command line's trainer note what each update saw, without waiting for the device."""
     import torch
 
-    import unsloth_pack.training.trainer
+    from unsloth_pack.training.trainer import RunTrainer
 
     hashed = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0))
 
@@ -243,39 +243,41 @@ def note_updates(notes: Path) -> None:
         """An int64 that tells a row from every other."""
         return ((ids.flatten() + 1) * hashed[: ids.numel()].to(ids.device)).sum()
 
-    class NotingTrainer(unsloth_pack.training.trainer.RunTrainer):
-        def train_from(self, checkpoint: Path | None) -> None:
-            rows = [int(mark(torch.tensor(row["input_ids"]))) for row in self.train_dataset]
-            start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-            about = {"device": device_name(), "versions": versions(), "rows": rows}
-            write(about | {"from": start, "rows_per_update": self.args.gradient_accumulation_steps})
-            self.rows_seen: dict[int, list[Any]] = {}  # by update: a line may be written after the next one
-            self.tokens_seen: dict[int, int] = {}
-            super().train_from(checkpoint)
+    kind: Any = RunTrainer
+    begin, step, tell = kind.train_from, kind.training_step, kind.log
 
-        def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
-            update = self.state.global_step + 1
-            if update not in self.rows_seen and torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            self.rows_seen.setdefault(update, []).append(mark(inputs["input_ids"]))
-            self.tokens_seen[update] = self.tokens_seen.get(update, 0) + inputs["input_ids"].numel()
-            return super().training_step(model, inputs, *more)
+    def train_from(trainer: Any, checkpoint: Path | None) -> None:
+        rows = [int(mark(torch.tensor(row["input_ids"]))) for row in trainer.train_dataset]
+        start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        about = {"device": device_name(), "versions": versions(), "rows": rows}
+        write(about | {"from": start, "rows_per_update": trainer.args.gradient_accumulation_steps})
+        trainer.rows_seen = {}  # by update: a line may be written after the next one
+        trainer.tokens_seen = {}
+        begin(trainer, checkpoint)
 
-        def log(self, logs: dict[str, float], *more: Any) -> None:
-            super().log(logs, *more)
-            line = {name: logs[name] for name in ("loss", "eval_loss") if name in logs}
-            if "loss" in logs:
-                rows = torch.stack(self.rows_seen.pop(self.state.global_step)).tolist()
-                line |= {"rows": rows, "tokens": self.tokens_seen.pop(self.state.global_step)}
-                line |= {"time": time.time()} | memory()
-            if line:
-                write({"step": self.state.global_step, **line})
+    def training_step(trainer: Any, model: Any, inputs: Any, *more: Any) -> Any:
+        update, ids = trainer.state.global_step + 1, inputs["input_ids"]
+        if update not in trainer.rows_seen and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        trainer.rows_seen.setdefault(update, []).append(mark(ids))
+        trainer.tokens_seen[update] = trainer.tokens_seen.get(update, 0) + ids.numel()
+        return step(trainer, model, inputs, *more)
+
+    def log(trainer: Any, logs: dict[str, float], *more: Any) -> None:
+        tell(trainer, logs, *more)
+        line = {name: logs[name] for name in ("loss", "eval_loss") if name in logs}
+        if "loss" in logs:
+            rows = torch.stack(trainer.rows_seen.pop(trainer.state.global_step)).tolist()
+            line |= {"rows": rows, "tokens": trainer.tokens_seen.pop(trainer.state.global_step)}
+            line |= {"time": time.time()} | memory()
+        if line:
+            write({"step": trainer.state.global_step, **line})
 
     def write(line: dict[str, Any]) -> None:
         with notes.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    unsloth_pack.training.trainer.RunTrainer = NotingTrainer  # type: ignore[misc]
+    kind.train_from, kind.training_step, kind.log = train_from, training_step, log
 
 
 def memory() -> dict[str, int]:
