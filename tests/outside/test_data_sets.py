@@ -97,7 +97,7 @@ HELD_OUT = ["--eval_fraction=0.1", f"--dataset={json.dumps(MIXED)}", "--max_step
 
 @pytest.mark.nightly
 def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(train, folder):
-    banner = train(*HELD_OUT, "--num_proc=1", out="one")
+    banner = train(*HELD_OUT, "--num_proc=1", "--verbose", out="one")
     assert "mixture alpaca.json: weight 2, " in banner
     assert "mixture asked.jsonl: weight 0.5, " in banner
     assert "not used alpaca.json: id" in banner

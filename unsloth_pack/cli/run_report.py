@@ -206,7 +206,7 @@ class RunReport:
             *([("loss on", f"in the first rows: {loss_line(train.ledger)}")] if counted else []),
             ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
             *packing,
-            ("update", f"{per_update} rows"),
+            ("update", f"{per_update} row{'s' * (per_update > 1)}"),
         ]
 
     def _part_lines(self) -> list[Line]:
