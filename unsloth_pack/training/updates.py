@@ -268,6 +268,7 @@ class RunLine(LogLine):
     """A log line that knows the updates left out, and the tokens and FLOPs of all processes."""
 
     def __init__(self, trainer: "RunTrainer", *numbers: Any):
+        self._end = trainer.counts.mark()  # before the copies, which `read` waits for
         super().__init__(trainer, *numbers)
         if trainer.rollouts is not None:
             self._trl_metrics |= trainer.rollouts.take_metrics()
@@ -275,7 +276,6 @@ class RunLine(LogLine):
         self._finite = HostCopy(finite)
         names = ("tokens", "model_flops", "hardware_flops")
         self._sums = {name: copy_number(trainer.counts.sums[name]) for name in names}
-        self._end = trainer.counts.mark()
         self.left_out: list[int] = []  # once it is read
 
     def read(self, trainer: Any) -> dict[str, float]:
