@@ -91,7 +91,7 @@ def prevent_cpu_packing(model: nn.Module) -> None:
 
 
 def count_weights(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of a model's trained weights and of all; several packed into a byte count each."""
+    """Return how many weights train, and how many there are; weights that share a byte count one by one."""
     sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}  # ZeRO-3 empties them
     modules: list[Any] = [*model.modules()]
     for module in modules:
