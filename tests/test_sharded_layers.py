@@ -3,6 +3,7 @@
 The grid has every architecture (`test_grid.py`); adapters of other layers than its own are here.
 """
 
+import os
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from mxfp4_folder import save_in_mxfp4
 from own_memory import own_memory
 from tiny import MIXED_LENGTHS, random_documents
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -66,8 +68,9 @@ def init_as_torch_2_11(self, param, *args, **kwargs):
 
 
 @patch.object(FSDPParam, "_init_sharded_param", init_as_torch_2_11)
-def same(rank, folders, cases):
+def same(rank, folders, cases, machines):
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 // machines)
     for folder, (_, arguments, adapter) in zip(folders, cases, strict=True):
         whole, cut = (loaded(folder, sharded, arguments) for sharded in (False, True))
         layers = cut.get_decoder().layers
@@ -80,6 +83,7 @@ def same(rank, folders, cases):
         for name, weight in cut.named_parameters():
             assert torch.equal(as_whole(weight), as_whole(expected[name])), (folder, name)
         adapted = [FastLanguageModel.get_peft_model(model, r=4, **adapter) for model in (whole, cut)]
+        assert any(isinstance(layer, FSDPModule) for layer in layers) == (machines == 2)
         for ours, theirs in zip(*(model.named_parameters() for model in adapted), strict=True):
             assert ours[0] == theirs[0]
             assert ours[1].requires_grad == theirs[1].requires_grad
@@ -94,11 +98,12 @@ def same(rank, folders, cases):
                 assert torch.equal(of_cut[name], gradient), (folder, name)
 
 
-def test_layers_in_parts_make_the_step_of_whole_ones(tmp_path):
-    folders = [tmp_path / f"{n}-{arch}" for n, (arch, *_) in enumerate(CASES)]
-    for folder, (arch, *_) in zip(folders, CASES, strict=True):
+@pytest.mark.parametrize(("machines", "cases"), [(1, CASES), (2, CASES[1:5])])
+def test_layers_in_parts_make_the_step_of_whole_ones(machines, cases, tmp_path):
+    folders = [tmp_path / f"{n}-{arch}" for n, (arch, *_) in enumerate(cases)]
+    for folder, (arch, *_) in zip(folders, cases, strict=True):
         save_in_mxfp4(folder) if "MXFP4" in arch else save_model(folder, arch)
-    in_two_processes(same, [*map(str, folders)], CASES)
+    in_two_processes(same, [*map(str, folders)], cases, machines)
 
 
 def measured(rank, folder, share):

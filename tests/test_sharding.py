@@ -1,5 +1,7 @@
 """What a patch does where weights were sharded after it, without several processes."""
 
+import gc
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,6 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_pack import modules, patch_model
+from unsloth_pack.checkpoints.sharded import _cut_rows, _list_matrices, gather_layers
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.layers import layer as fast_layer
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
@@ -151,17 +155,24 @@ def test_what_shards_a_model(shard, how, mesh):
     assert modules.sharded_by(layers) == how
 
 
-def test_a_trainer_wraps_layers_that_fsdp2_gathers_in_ddp(mesh, monkeypatch):
+def cut_layers(model, mesh):
+    for layer in model.get_base_model().base_model.layers:
+        for module, name, weight in _list_matrices([layer]):
+            if not weight.requires_grad:
+                module._parameters[name] = _cut_rows(weight, mesh)
+    gather_layers(model)
+
+
+@pytest.mark.parametrize(("machines", "how"), [(2, "FSDP2"), (1, None)])
+def test_a_trainer_wraps_layers_in_parts_in_ddp(machines, how, mesh, monkeypatch):
     """On GPUs accelerate refuses every `DTensor` under DDP. Here one CPU passes for several of them."""
     monkeypatch.setattr(Accelerator, "multi_device", True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 - machines))
     model = tiny_model("llama")
     patch = patch_model(model)
     whole = packed_step(model)
-    for layer in model.get_base_model().base_model.layers:
-        fully_shard(layer, mesh=mesh, ignored_params={p for p in layer.parameters() if p.requires_grad})
-    parts = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, parts)
-    patch.adapt_to_sharding("FSDP2")
+    cut_layers(model, mesh)
+    assert modules.sharded_by(model) == how
     wrapped = Accelerator().prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
     assert Accelerator().prepare_model(wrapped) is wrapped
@@ -169,5 +180,28 @@ def test_a_trainer_wraps_layers_that_fsdp2_gathers_in_ddp(mesh, monkeypatch):
     loss, logits, grads = packed_step(wrapped)
     assert_same_step((loss, logits, {name.removeprefix("module."): g for name, g in grads.items()}), whole)
     patch.undo()
+    gc.collect()  # patches of other tests, which keep the hooks installed
     with pytest.raises(ValueError, match="DTensor"):
         Accelerator().prepare_model(model)
+
+
+@pytest.mark.gpu
+def test_steps_over_layers_of_peers_are_captured(mesh, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(CaptureDecision, "is_held_up", lambda *_: True)
+    models = [tiny_model("llama", torch.bfloat16, num_hidden_layers=5) for _ in range(2)]
+    for model in models:
+        patch_model(model, "flash")
+    cut_layers(models[1], mesh)
+    for seed in range(8):
+        ids = torch.cat(random_documents(MIXED_LENGTHS, seed=seed))[None].to(DEVICE)
+        for model in models:
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, packed_seq_lengths=MIXED_LENGTHS).loss.backward()
+            if seed % 3 == 2:
+                with torch.no_grad():
+                    model(input_ids=ids)
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            if ours.requires_grad:
+                assert torch.equal(ours.grad, theirs.grad)
+    assert all(str(model.get_base_model().model.step_graphs).startswith("captured for") for model in models)

@@ -213,13 +213,18 @@ def _warn_once() -> None:
 
 
 # Sharding. FSDP2 turns every parameter into a `DTensor`, which hooks gather around the passes of a group of
-# modules, usually a decoder layer. FSDP1 wraps such modules in one that gathers. ZeRO-3 gathers around the
-# forward of each module, and leaves its parameters empty otherwise. Tensor parallelism has `DTensor`s too,
-# and never gathers them.
+# modules, usually a decoder layer. `layers.peer_weights` has `DTensor`s, too, while a layer does not run.
+# FSDP1 wraps such modules in one that gathers. ZeRO-3 gathers around the forward of each module, and leaves
+# its parameters empty otherwise. Tensor parallelism has `DTensor`s too, and never gathers them.
 
 
 def sharded_by(model: Walkable) -> str | None:
-    """Return how the weights are sharded (FSDP2, FSDP1, ZeRO-3, tensor parallelism), or None."""
+    """Return how the weights are sharded (FSDP2, FSDP1, ZeRO-3, tensor parallelism), or None.
+
+    None also where layers are read from the memory of other processes, which need not run the same passes.
+    """
+    if is_read_from_peers(model):
+        return None
     if any(map(is_gathered_by_module, model.parameters())):
         return "ZeRO-3"
     if any(map(is_gathered_as_group, model.modules())):
@@ -227,6 +232,11 @@ def sharded_by(model: Walkable) -> str | None:
     if any("_fsdp_wrapped_module" in module._modules for module in model.modules()):
         return "FSDP1"
     return "tensor parallelism" if any(isinstance(p, DTensor) for p in model.parameters()) else None
+
+
+def is_read_from_peers(model: Walkable) -> bool:
+    """True if this process reads the weights of layers from the memory of others, see `PeerWeights`."""
+    return any("peer_weights" in vars(module) for module in model.modules())
 
 
 def is_gathered_by_module(parameter: Tensor) -> bool:

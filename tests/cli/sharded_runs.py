@@ -2,12 +2,13 @@
 
     sharded_runs.py '{"output_dir": ["--fsdp", ...], "another": ["--resume"], ...}'
 
-A run that resumes finds the first run there, without its end. Every run prints how its process holds the
-weights when the training has ended, and every process what it ends with.
+A run with --machines=2 is as on so many. One that resumes finds the first run there, without its end. Every
+run prints how its process holds the weights when the training has ended, and every process what it ends with.
 """
 
 import atexit
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from unsloth_pack.cli import main
+from unsloth_pack.layers.peer_weights import PeerLayer
 from unsloth_pack.training.trainer import RunTrainer
 
 gather = RunTrainer.trained_weights
@@ -37,7 +39,8 @@ def shown(self):
         "held": sum(p.numel() for p in held),
         "parameters": sum(p.numel() for p in frozen),
         "layers": len(layers),
-        "sharded layers": sum(isinstance(layer, FSDPModule) for layer in layers),
+        "gathered by FSDP2": sum(isinstance(layer, FSDPModule) for layer in layers),
+        "read from peers": sum(isinstance(layer, PeerLayer) for layer in layers),
     }
     say(f"SHARDS {json.dumps(seen)}")
     return gather(self)
@@ -60,6 +63,9 @@ for folder, flags in runs.items():
         if processes.is_main_process:
             copy_without_end(first, Path(folder))
         processes.wait_for_everyone()
+    machines = 1 + (flags[-1] == "--machines=2")
+    flags = flags[: len(flags) + 1 - machines]
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 // machines)
     if code := main([*flags, f"--output_dir={folder}"]):
         sys.exit(code)
     say(f"SAVED {(Path(folder) / 'adapter_model.safetensors').exists()}")

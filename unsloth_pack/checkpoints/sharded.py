@@ -26,6 +26,8 @@ from transformers.core_model_loading import WeightConverter, convert_and_load_st
 
 from unsloth_pack.checkpoints.names import layer_of
 from unsloth_pack.errors import InputError
+from unsloth_pack.layers.peer_weights import read_from_peers
+from unsloth_pack.modules import is_read_from_peers
 from unsloth_pack.patching.patch import patch_of
 
 
@@ -110,7 +112,8 @@ def _join_reports(one: Any, other: Any) -> Any:
 def is_cut(model: nn.Module) -> bool:
     """True for a model of `make_sharded_class` whose layers are not gathered yet."""
     has_rows = any(isinstance(weight, DTensor) for weight in model.parameters())
-    return has_rows and not any(isinstance(module, FSDPModule) for module in model.modules())
+    is_gathered = is_read_from_peers(model) or any(isinstance(each, FSDPModule) for each in model.modules())
+    return has_rows and not is_gathered
 
 
 def make_whole(model: nn.Module, ends: Collection[str]) -> None:
@@ -122,8 +125,20 @@ def make_whole(model: nn.Module, ends: Collection[str]) -> None:
 
 
 def gather_layers(model: Any) -> None:
-    """Have FSDP2 gather each layer around its passes. What trains is whole: DDP averages its gradients."""
+    """Gather each layer around its passes: from the memory of this machine's processes, or through FSDP2.
+
+    What trains is whole: DDP averages its gradients.
+    """
     decoder = model.get_decoder()
+    names = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    if (peer_weights := read_from_peers(decoder.layers)) is not None:
+        vars(decoder)["peer_weights"] = peer_weights
+    else:
+        _gather_by_fsdp2(model, decoder)
+
+
+def _gather_by_fsdp2(model: Any, decoder: Any) -> None:
     mesh = next(weight.device_mesh for weight in decoder.parameters() if isinstance(weight, DTensor))
     for layer in decoder.layers:
         cut = [
@@ -141,8 +156,6 @@ def gather_layers(model: Any) -> None:
             module._parameters[name] = weight
     whole = {weight for weight in decoder.parameters() if not isinstance(weight, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # the root, whose streams the layers share
-    names = [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     if (patch := patch_of(model)) is not None:
         patch.adapt_to_sharding("FSDP2")
 

@@ -6,7 +6,8 @@ a parameter was first used, and a capture fails if that was another stream.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, repeat
@@ -116,7 +117,7 @@ class _Replayed(torch.autograd.Function):
             if static is not None:
                 static[: ctx.n_tokens].copy_(grad) if grad is not None else static.zero_()
                 static[ctx.n_tokens :].zero_()
-        captured.backward_graph.replay()
+        captured.run(captured.backward_graph)
         input_grads = (None if x is None else x[: ctx.n_tokens].clone() for x in captured.input_gradients)
         return None, None, *input_grads, *captured.gradients.copies()
 
@@ -152,11 +153,36 @@ class StaticPass(ABC):
         self._autocast = bucket.autocast
         self._options: dict[str, Any] = {"output_router_logits": True} if bucket.router_logits else {}
         self.memory = memory
+        self._peers = decoder.peer_weights
+        # The layers of which copies are whole before and after a graph
+        self._held: dict[torch.cuda.CUDAGraph, tuple[list[int | None], list[int | None]]] = {}
         self._capture(decoder)
+        self._peers.reset()  # nothing was copied in a capture
 
     @abstractmethod
     def _capture(self, decoder: CapturableDecoder) -> None:
         """Capture the graphs."""
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        peers = self._peers
+        peers.join()
+        before = [*peers.held]
+        try:
+            with self.memory.capturing(graph):
+                yield
+                peers.join()
+            self._held[graph] = before, [*peers.held]
+        except RuntimeError:
+            peers.reset()
+            raise
+
+    def run(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay a graph."""
+        before, after = self._held[graph]
+        self._peers.hold(before)
+        graph.replay()
+        self._peers.held = [*after]
 
     def _fill(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         tensors = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
@@ -195,11 +221,11 @@ class CapturedShape(StaticPass):
         self.forward_graph = torch.cuda.CUDAGraph()
         # Reads `grads` and the saved activations, writes `gradients` and `input_gradients`
         self.backward_graph = torch.cuda.CUDAGraph()
-        with self.memory.capturing(self.forward_graph):
+        with self._capturing(self.forward_graph):
             output = self._forward(decoder)
         dtypes = [p.dtype for p in self.parameters] or [torch.float32]
         n = len(self.parameters)
-        with self.memory.capturing(self.backward_graph):
+        with self._capturing(self.backward_graph):
             leaf_grads = self._backward(output, grads)
             self.gradients = FlatGradients(leaf_grads[:n], reduce(torch.promote_types, dtypes))
         self.gradients.release_to_pool()
@@ -214,7 +240,7 @@ class CapturedShape(StaticPass):
     def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
         """Launch the forward pass of a row that fits the shape; return the inputs for `output`."""
         tensors = self._fill(row, inputs)
-        self.forward_graph.replay()
+        self.run(self.forward_graph)
         return tensors
 
     def output(self, row: PackedRow, inputs: Tensor | list[Tensor]) -> StepOutput:

@@ -22,7 +22,7 @@ class ForwardPass(StaticPass):
         self._graph = torch.cuda.CUDAGraph()
         with self.memory.warming_up():
             self._forward(decoder)
-        with self.memory.capturing(self._graph):
+        with self._capturing(self._graph):
             self._outputs = self._forward(decoder).static()
 
     def matches(self, decoder: CapturableDecoder) -> bool:
@@ -32,7 +32,7 @@ class ForwardPass(StaticPass):
     def replay(self, row: PackedRow, inputs: Tensor | Embedded) -> StepOutput:
         """Compute a row that fits the shape."""
         self._fill(row, inputs)
-        self._graph.replay()
+        self.run(self._graph)
         hidden, *router_logits = (output[: row.n_tokens].clone() for output in self._outputs)
         return StepOutput(hidden.view(*row.shape, -1), tuple(router_logits) or None)
 

@@ -1,6 +1,6 @@
 """Say what graphs need of a decoder, such as `layers.decoder.FastDecoder`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -15,6 +15,21 @@ class RotaryTables(Protocol):
 
 class RecomputePlan(Protocol):
     n_recomputed: int  # layers that the backward pass recomputes
+
+
+class PeerWeights(Protocol):
+    """Copies the weights of layers, a layer ahead, that other processes have parts of."""
+
+    held: list[int | None]  # the layers that are whole
+
+    def join(self) -> None:
+        """Have the current stream wait for all copies."""
+
+    def hold(self, layers: Sequence[int | None]) -> None:
+        """Have these layers whole, and join."""
+
+    def reset(self) -> None:
+        """Take no layer as whole."""
 
 
 class DecoderOutput(Protocol):
@@ -44,6 +59,9 @@ class CapturableDecoder(Walkable, Protocol):
     @property
     def recompute_plan(self) -> RecomputePlan | None:
         """The plan, if the free memory decides which layers are recomputed."""
+
+    @property
+    def peer_weights(self) -> PeerWeights: ...
 
     def get_input_embeddings(self) -> nn.Embedding: ...
 

@@ -23,6 +23,7 @@ from unsloth_pack.layers.forward_call import take_row
 from unsloth_pack.layers.layer import GateAndUpPlan
 from unsloth_pack.layers.leak_probe import DecoderProbe
 from unsloth_pack.layers.mixers.cross_layer_kv import SharedKeysAndValues
+from unsloth_pack.layers.peer_weights import PeerWeights
 from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.layers.unpadding import Unpadding
 from unsloth_pack.losses.head import LOSS_KEYWORDS
@@ -82,6 +83,7 @@ class FastDecoder(nn.Module):
     has_checked_trained_weights: bool
     has_checked_mask: bool
     answers_by_row: str | None  # class of the model around it, if that gives one answer a row
+    peer_weights = PeerWeights()
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
     # Of "auto" and "offload", also while it is switched off: the layers' functions, and the plan
     own_checkpointing: tuple[list[Any], Any] | None = None

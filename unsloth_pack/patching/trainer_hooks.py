@@ -32,7 +32,7 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
 from unsloth_pack.layers.decoder import has_fast_decoder
-from unsloth_pack.modules import sharded_by
+from unsloth_pack.modules import is_read_from_peers, sharded_by
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.packed_row.padded_batch import PaddedBatch, is_one_run_a_row, padding_has_labels
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
@@ -279,8 +279,9 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Wrap a model in DDP whose frozen layers FSDP2 gathers: on a GPU accelerate refuses every `DTensor`."""
-    gathers_itself = sharded_by(model) == "FSDP2" and accelerator.distributed_type != DistributedType.FSDP
+    """Wrap a model in DDP that gathers its frozen layers: on a GPU accelerate refuses every `DTensor`."""
+    is_ours = is_read_from_peers(model) or sharded_by(model) == "FSDP2"
+    gathers_itself = is_ours and accelerator.distributed_type != DistributedType.FSDP
     if evaluation_mode or not gathers_itself or isinstance(model, DistributedDataParallel):
         return original(accelerator, model, device_placement, evaluation_mode)
     prepared = original(accelerator, model, device_placement=False, evaluation_mode=True)

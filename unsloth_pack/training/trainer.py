@@ -25,7 +25,7 @@ from unsloth_pack.checkpoints.sharded import free_gathered
 from unsloth_pack.data.rows import CHANNEL, IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.distillation import TEACHER_IDS
-from unsloth_pack.modules import sharded_by
+from unsloth_pack.modules import is_read_from_peers, sharded_by
 from unsloth_pack.patching.deferred_logging import hand_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.patching.trainer_hooks import HOOKS, RowCollator
@@ -142,7 +142,8 @@ class RunTrainer(SFTTrainer):
     @property
     def is_sharded(self) -> bool:
         """True if FSDP2 or DeepSpeed holds a part of the weights or of the optimizer in each process."""
-        return self.is_deepspeed_enabled or sharded_by(cast(nn.Module, self.model)) is not None
+        model = cast(nn.Module, self.model)
+        return self.is_deepspeed_enabled or is_read_from_peers(model) or sharded_by(model) is not None
 
     trained_weights = gather_trained
 
