@@ -26,6 +26,7 @@ OWNERS = (
     "torch.nn.modules.dropout",
     "torch.nn.parallel.distributed",
     "torch.Tensor",
+    "torch.UntypedStorage",
     "torch.optim.adam",
     "torch.distributed.fsdp._common_utils",
     "torch.distributed.fsdp._fully_shard._fully_shard",
