@@ -1,5 +1,7 @@
 """Layers whose weights lie in parts in two processes: passes in any order, and captured steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from recorded_graphs import record_graphs
@@ -33,7 +35,7 @@ class Decoder(TinyDecoder):
         hidden = self._embedding(input_ids)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
-        return type("Output", (), {"last_hidden_state": hidden, "router_logits": None})
+        return SimpleNamespace(last_hidden_state=hidden, router_logits=None)
 
     def parameters(self):
         yield from (*self._embedding.parameters(), *self.layers.parameters())

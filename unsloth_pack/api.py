@@ -115,7 +115,7 @@ class FastLanguageModel:
         if sharded and (load_in_8bit or full_finetuning):
             raise InputError("sharded=True takes frozen weights in 16 or 4 bits or fp8; load whole ones")
         set_seed(random_state)
-        if not sharded:  # other processes read such segments only where they may trace this one
+        if not sharded:  # other processes can open such segments only if they may trace this one
             _let_segments_grow()
         dtype = loading.weight_dtype(dtype, full_finetuning)
         source, adapter = loading.find_model(model_name)

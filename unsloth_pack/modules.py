@@ -221,7 +221,7 @@ def _warn_once() -> None:
 def sharded_by(model: Walkable) -> str | None:
     """Return how the weights are sharded (FSDP2, FSDP1, ZeRO-3, tensor parallelism), or None.
 
-    None also where layers are read from the memory of other processes, which need not run the same passes.
+    None too if layers are read from the memory of other processes: these need not run the same passes.
     """
     if is_read_from_peers(model):
         return None

@@ -2,8 +2,9 @@
 
     sharded_runs.py '{"output_dir": ["--fsdp", ...], "another": ["--resume"], ...}'
 
-A run with --machines=2 is as on so many. One that resumes finds the first run there, without its end. Every
-run prints how its process holds the weights when the training has ended, and every process what it ends with.
+With --machines=2 the processes of a run pass for two machines. A run that resumes finds the first run there,
+without its end. Every run prints how its process holds the weights when the training has ended, and every
+process what it ends with.
 """
 
 import atexit
@@ -63,9 +64,8 @@ for folder, flags in runs.items():
         if processes.is_main_process:
             copy_without_end(first, Path(folder))
         processes.wait_for_everyone()
-    machines = 1 + (flags[-1] == "--machines=2")
-    flags = flags[: len(flags) + 1 - machines]
-    os.environ["LOCAL_WORLD_SIZE"] = str(2 // machines)
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if "--machines=2" in flags else "2"
+    flags = [flag for flag in flags if flag != "--machines=2"]
     if code := main([*flags, f"--output_dir={folder}"]):
         sys.exit(code)
     say(f"SAVED {(Path(folder) / 'adapter_model.safetensors').exists()}")

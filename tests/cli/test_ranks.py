@@ -241,10 +241,11 @@ def test_a_base_in_four_bits_trains_in_parts_as_under_ddp(model, data, tmp_path)
     flags = SIX_UPDATES | {"model_name": model, "dataset": data, "eval_dataset": data, "save_steps": 4}
     flags = ["--sample_packing", "--load_in_4bit", *(f"--{name}={value}" for name, value in flags.items())]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    runs = {str(whole): flags, str(parts): [*flags, "--fsdp=keep", "--machines=2"]}
+    runs = {str(whole): flags, str(parts): [*flags, "--fsdp=keep", "--verbose", "--machines=2"]}
     done = torchrun(2, json.dumps(runs), program=Path(__file__).with_name("sharded_runs.py"))
     assert done.returncode == 0, done.stderr
     assert '"gathered by FSDP2": 2' in done.stdout
+    assert "CUDA graphs: FSDP2 shards the parameters" in " ".join(done.stdout.replace("│", "").split())
     assert losses(parts) == losses(whole)
     adapters = [load_file(folder / "adapter_model.safetensors") for folder in (whole, parts)]
     assert all(torch.equal(adapters[1][name], weight) for name, weight in adapters[0].items())

@@ -1,8 +1,8 @@
-"""A frozen decoder in parts, one a process: loaded layer by layer, gathered by FSDP2 when it runs.
+"""A frozen decoder in parts, one a process: loaded layer by layer, gathered when it runs.
 
     model = load_model(..., sharded=True)    each weight of a layer is a `DTensor`: this process has its rows
     model = get_peft_model(model, ...)       the adapter is whole in every process, as under DDP
-    gather_layers(model)                     FSDP2 gathers a layer around its forward and its backward pass
+    gather_layers(model)                     a layer is whole around its forward and its backward pass
 
 Embeddings, norms, biases and the head stay whole in every process. So do the scales of a quantised weight, a
 thirtieth of it: only what bitsandbytes packs is cut, at any byte.

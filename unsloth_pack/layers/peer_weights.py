@@ -1,15 +1,15 @@
-"""Layers in parts, one a process of this machine: each copies what it lacks from the memory of the others.
+"""Run layers whose weights are divided among the processes of one machine.
 
-Frozen weights never change, so the processes agree on nothing. A layer is copied while the one before it is
-computed, by the copy engines of a GPU, into one of two places that all layers share. Such copies can be
-captured in CUDA graphs, unlike the gathering of FSDP2, which Python starts anew for every layer and pass.
+A process copies the parts that it lacks from the memory of the others. Frozen weights never change, so no
+process waits for another. The copy engines of a GPU copy a layer while the one before it is computed, into
+one of two places that all layers share. Such copies can be captured in CUDA graphs, unlike the gathering of
+FSDP2, which Python starts anew for every layer and pass.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,12 +27,12 @@ class PeerLayer(nn.Module):
     peer_weights: "PeerWeights"
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        with self.peer_weights.present(self.layer_number):
+        weights, number = self.peer_weights, self.layer_number
+        with weights.present(number):
             output = super().forward(*args, **kwargs)
-        before_backward = partial(self.peer_weights.before_backward, self.layer_number)
         for each in [output] if isinstance(output, Tensor) else output:
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(before_backward)
+                each.register_hook(lambda _: weights.use(number))  # autograd has saved the place, not a copy
         return output
 
 
@@ -56,7 +56,7 @@ class _Weight:
     def place(self, memory: Tensor) -> None:
         """Put the whole into this memory, uint8 of at least its bytes."""
         values = memory[: self.nbytes].view(self.rows.dtype).view(self.rows.shape)
-        # Without the memory's version: copies would change tensors that autograd has saved
+        # `data` has a version of its own: autograd would take copies into the memory for changes of a weight
         self.whole = nn.Parameter(values.data, requires_grad=False)
         self.into = [*values.split([*map(len, self.parts)])]
 
@@ -81,7 +81,7 @@ class PeerWeights:
     @contextmanager
     def present(self, number: int) -> Iterator[None]:
         """Give a layer its whole weights inside this context."""
-        self._use(number)
+        self.use(number)
         for weight in self._layers[number]:
             weight.module._parameters[weight.name] = weight.whole
         try:
@@ -89,10 +89,6 @@ class PeerWeights:
         finally:
             for weight in self._layers[number]:
                 weight.module._parameters[weight.name] = weight.rows
-
-    def before_backward(self, number: int, _: Tensor) -> None:
-        """Copy the weights that autograd has saved of a layer, and then those of the layer before it."""
-        self._use(number)
 
     def reset(self) -> None:
         """Take no layer as copied."""
@@ -112,10 +108,11 @@ class PeerWeights:
                 self._fetch(number)
         self.join()
 
-    def _use(self, number: int) -> None:
+    def use(self, number: int) -> None:
+        """Have a layer whole in its place, and start to copy the next one in the direction of the pass."""
         if number != self._last:
             self._way = 1 if number > self._last else -1
-        if number in (0, len(self._layers) - 1):
+        if number in (0, len(self._layers) - 1):  # where a pass turns
             self._way = -1 if number else 1
         self._last = number
         self._fetch(number)
@@ -138,7 +135,7 @@ class PeerWeights:
                 if rank != own:
                     for weight in weights:
                         weight.into[rank].copy_(weight.parts[rank])
-            # In one launch: the multiprocessors do copies on a device, not the copy engines
+            # A copy within a device is a kernel, which delays the GEMMs: one for all weights
             torch._foreach_copy_([each.into[own] for each in weights], [each.parts[own] for each in weights])
         self._copied[place] = None if self._stream is None else self._stream.record_event()
 
@@ -179,12 +176,12 @@ def _list_parts(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 def _read_parts(own: list[Tensor]) -> list[list[Tensor]] | None:
     """Return the tensors of all processes in place of each of this one's; None if one cannot read them.
 
-    The others' are on the device of this process's, and are read over a link.
+    Those of the others appear on the device of this process, which reads them over a link.
     """
     device, opened = own[0].device, list[list[Tensor]]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    shared = _gather_objects(lambda: [_share(tensor) for tensor in own])
+    shared = _gather_results(lambda: [_share(tensor) for tensor in own])
     if shared is None:
         return None
 
@@ -193,16 +190,16 @@ def _read_parts(own: list[Tensor]) -> list[list[Tensor]] | None:
             opened.append(own if rank == dist.get_rank() else [_open(tensor, device) for tensor in each])
         return True
 
-    return None if _gather_objects(open_all) is None else [[*parts] for parts in zip(*opened, strict=True)]
+    return None if _gather_results(open_all) is None else [[*parts] for parts in zip(*opened, strict=True)]
 
 
-def _gather_objects(make: Callable[[], Any]) -> list[Any] | None:
-    """Gather what every process makes; None if one cannot."""
-    made = None
+def _gather_results(function: Callable[[], Any]) -> list[Any] | None:
+    """Call a function in every process and gather the results; None if it raises a RuntimeError in one."""
+    result = None
     with suppress(RuntimeError):
-        made = make()
+        result = function()
     of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, made)
+    dist.all_gather_object(of_all, result)
     return None if any(each is None for each in of_all) else of_all
 
 
@@ -211,7 +208,7 @@ def _share(tensor: Tensor) -> Any:
     handle, storage = None, cast(Any, tensor.untyped_storage())
     if tensor.numel():
         handle = storage._share_cuda_() if tensor.is_cuda else storage._share_filename_cpu_()
-    return handle, tensor.storage_offset(), tensor.shape, tensor.dtype
+    return handle, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _open(shared: Any, device: torch.device) -> Tensor:
@@ -219,10 +216,9 @@ def _open(shared: Any, device: torch.device) -> Tensor:
 
     Opened on the other's device it would take a context there, which is hundreds of megabytes.
     """
-    handle, start, shape, dtype = shared
-    opened = torch.empty(0, dtype=dtype, device=device)
+    handle, start, shape, stride, dtype = shared
     if handle is None:
-        return opened.view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
     kind: Any = torch.UntypedStorage
     if device.type == "cuda":
         _, *memory, counter, number, event, _ = handle
@@ -231,4 +227,4 @@ def _open(shared: Any, device: torch.device) -> Tensor:
     else:
         storage = kind._new_shared_filename_cpu(*handle)
     with torch.no_grad():
-        return opened.set_(storage, start, shape, torch.empty(shape, device="meta").stride())
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, start, shape, stride)

@@ -34,7 +34,7 @@ _MOMENTS = {  # the first name that an optimizer's contains; others have two
     "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3,
 }  # fmt: skip
 _JOINED = 2  # times the gradients are there in an update, which joins them
-_GATHERED = 3  # layers: FSDP2 holds three whole. From peers it is two, but a captured step holds more
+_GATHERED = 3  # layers that FSDP2 holds whole. From peers it is two, but measured peaks are as high
 
 
 @dataclass(frozen=True)

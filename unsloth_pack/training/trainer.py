@@ -141,7 +141,7 @@ class RunTrainer(SFTTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """True if FSDP2 or DeepSpeed holds a part of the weights or of the optimizer in each process."""
+        """True if each process holds a part of the weights or of the optimizer's state."""
         model = cast(nn.Module, self.model)
         return self.is_deepspeed_enabled or is_read_from_peers(model) or sharded_by(model) is not None
 
